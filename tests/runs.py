@@ -141,10 +141,15 @@ def results(*words: object) -> Any:
 
 @contextlib.contextmanager
 def edited(path: Path) -> Iterator[Any]:
-    """A JSON file's document, written back after the block."""
-    document = json.loads(path.read_text())
-    yield document
-    path.write_text(json.dumps(document))
+    """A JSON file's document, or the list of the records in a JSONL file, written back after the block."""
+    if path.suffix == ".json":
+        document = json.loads(path.read_text())
+        yield document
+        path.write_text(json.dumps(document))
+    else:
+        document = [json.loads(line) for line in path.read_text().splitlines()]
+        yield document
+        path.write_text("".join(json.dumps(record) + "\n" for record in document))
 
 
 def read_run(folder: Path, rank: int = 0) -> dict[str, list[Any]]:

@@ -193,7 +193,7 @@ def test_energy_from_sensor_to_file_and_replayed(hardware: dict[str, str], tmp_p
         ({"machine": "another"}, "cuda:0", {"cpu0", "gpu0"}, {"cpu0": False, "gpu0": True}),
         # a virtual host on this machine, which computes on the CPU
         ({}, "cuda:0", set(), {"cpu0": True, "gpu0": True}),
-        # a container on this machine, with a GPU of its own
+        # a container on this machine, with another GPU
         ({"gpus": ["0000:9d:00.0"], "device": "cuda:0"}, "cpu", {"gpu0"}, {"cpu0": True, "gpu0": False}),
     ],
     ids=["machines", "one machine", "own GPU"],
@@ -243,7 +243,7 @@ def test_missing_sensors_are_reported(tmp_path: Path) -> None:
         ("0::/", {"cpu.max": "50000 100000"}, 0.5, "."),
         ("4:memory:/m\n2:cpu,cpuacct:/a/b", {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "1"}, None, ""),
         ("2:cpu:/a", {"cpu/a/cpu.cfs_quota_us": "5000", "cpu/a/cpu.cfs_period_us": "10000"}, 0.5, "cpu/a"),
-        # in a container: the path is that of the host, the mount point is the group itself
+        # in a container: the path is the host's, the mount point is the group itself
         ("2:cpu:/docker/1f", {"cpu/cpu.cfs_quota_us": "5000", "cpu/cpu.cfs_period_us": "10000"}, 0.5, "cpu"),
         ("0::/job", {}, None, ""),
     ],

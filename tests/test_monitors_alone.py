@@ -32,7 +32,7 @@ def test_samples_tile_the_time_and_agree_with_the_kernel(tmp_path: Path) -> None
     assert len(rest) <= seconds / 0.1 + 1
     assert all(sample.seconds > 0 for sample in rest)
 
-    # this process, and a grandchild that ended meanwhile
+    # this process, and a grandchild that has ended
     busy_s = sum(sample.ranks[0]["cpu_percent"] * sample.seconds for sample in rest) / 100
     true_s = ended["cpu_s"] - began["cpu_s"]
     assert true_s > 1.1

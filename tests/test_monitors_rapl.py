@@ -9,7 +9,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import finished
@@ -47,71 +46,46 @@ class Tree:
             stream.write(f"{energy_uj:<20}\n")
 
 
-def laptop(tree: Tree) -> None:
-    tree.zone("intel-rapl:0", "package-0")
-    tree.zone("intel-rapl:0:0", "core")
-    tree.zone("intel-rapl:0:1", "uncore")
-    tree.zone("intel-rapl:1", "psys")
-    tree.zone("intel-rapl-mmio:0", "package-0")
-
-
-def server(tree: Tree) -> None:
-    """Two sockets, with psys numbered between them, as on some machines."""
-    tree.zone("intel-rapl:0", "package-0")
-    tree.zone("intel-rapl:0:0", "dram", range_uj=65712999613)
-    tree.zone("intel-rapl:1", "psys")
-    tree.zone("intel-rapl:2", "package-1")
-    tree.zone("intel-rapl:2:0", "core")
-    tree.zone("intel-rapl:2:1", "dram", range_uj=65712999613)
-
-
-def dies(tree: Tree) -> None:
-    for number, die in enumerate(("0-die-0", "0-die-1", "1-die-0", "1-die-1")):
-        tree.zone(f"intel-rapl:{number}", f"package-{die}")
-        tree.zone(f"intel-rapl:{number}:0", "dram")
-
-
-def amd(tree: Tree) -> None:
-    tree.zone("intel-rapl:0", "package-0", range_uj=65532610987)
-    tree.zone("intel-rapl:0:0", "core", range_uj=65532610987)
-
-
-def mmio_only(tree: Tree) -> None:
-    tree.zone("intel-rapl-mmio:0", "package-0")
-    tree.zone("intel-rapl-mmio:0:0", "dram")
-
-
-def old_dies(tree: Tree) -> None:
-    """Two dies before Linux 5.3: the same name twice."""
-    tree.zone("intel-rapl:0", "package-0")
-    tree.zone("intel-rapl:1", "package-0")
-
-
+INTEL, MMIO = "intel-rapl", "intel-rapl-mmio"
 TREES = {
-    laptop: {"cpu0": "intel-rapl:0"},
-    server: {
-        "cpu0": "intel-rapl:0",
-        "dram0": "intel-rapl:0:0",
-        "cpu1": "intel-rapl:2",
-        "dram1": "intel-rapl:2:1",
-    },
-    dies: {
-        f"{kind}{die}": f"intel-rapl:{number}{tail}"
-        for number, die in enumerate(("0-die0", "0-die1", "1-die0", "1-die1"))
-        for kind, tail in (("cpu", ""), ("dram", ":0"))
-    },
-    amd: {"cpu0": "intel-rapl:0"},
-    mmio_only: {"cpu0": "intel-rapl-mmio:0", "dram0": "intel-rapl-mmio:0:0"},
-    old_dies: {"cpu0": "intel-rapl:0", "cpu0-zone1": "intel-rapl:1"},
+    "laptop": (
+        {f"{INTEL}:0": "package-0", f"{INTEL}:0:0": "core", f"{INTEL}:0:1": "uncore", f"{INTEL}:1": "psys"}
+        | {f"{MMIO}:0": "package-0"},
+        {"cpu0": f"{INTEL}:0"},
+    ),
+    "server": (  # psys is numbered between the sockets, as on some machines
+        {f"{INTEL}:0": "package-0", f"{INTEL}:0:0": "dram", f"{INTEL}:1": "psys"}
+        | {f"{INTEL}:2": "package-1", f"{INTEL}:2:0": "core", f"{INTEL}:2:1": "dram"},
+        {"cpu0": f"{INTEL}:0", "dram0": f"{INTEL}:0:0", "cpu1": f"{INTEL}:2", "dram1": f"{INTEL}:2:1"},
+    ),
+    "dies": (
+        {f"{INTEL}:0": "package-0-die-0", f"{INTEL}:0:0": "dram", f"{INTEL}:1": "package-0-die-1"},
+        {"cpu0-die0": f"{INTEL}:0", "dram0-die0": f"{INTEL}:0:0", "cpu0-die1": f"{INTEL}:1"},
+    ),
+    "mmio": (
+        {f"{MMIO}:0": "package-0", f"{MMIO}:0:0": "dram"},
+        {"cpu0": f"{MMIO}:0", "dram0": f"{MMIO}:0:0"},
+    ),
+    "dies before Linux 5.3": (  # the same name twice
+        {f"{INTEL}:0": "package-0", f"{INTEL}:1": "package-0"},
+        {"cpu0": f"{INTEL}:0", "cpu0-zone1": f"{INTEL}:1"},
+    ),
 }
+"""Name -> zones with their names, and the zone of each device"""
+
+
+def laptop(tree: Tree) -> None:
+    for key, name in TREES["laptop"][0].items():
+        tree.zone(key, name)
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["links", "tree"])
-@pytest.mark.parametrize("make", TREES, ids=lambda make: make.__name__)
-def test_each_joule_is_counted_once(make: Any, links: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", TREES)
+def test_each_joule_is_counted_once(name: str, links: bool, tmp_path: Path) -> None:
     """Every counter grows by a different amount; the sensors measure exactly the amounts of the expected zones."""
     tree = Tree(tmp_path, links=links)
-    make(tree)
+    for key, zone in TREES[name][0].items():
+        tree.zone(key, zone)
     sensors = rapl.sensors(tree.root, 0.5)
     for sensor in sensors:
         assert sensor.take(0.0) is None
@@ -120,7 +94,7 @@ def test_each_joule_is_counted_once(make: Any, links: bool, tmp_path: Path) -> N
     for key, amount in amounts.items():
         tree.set(key, amount)
     measured = {sensor.device: joules for sensor in sensors if (joules := sensor.take(0.5)) is not None}
-    assert measured == {device: amounts[key] / 1e6 for device, key in TREES[make].items()}
+    assert measured == {device: amounts[key] / 1e6 for device, key in TREES[name][1].items()}
     # every zone is a device or left out with a reason, and each package's DRAM is there or absent with a reason
     assert all((zone.device is None) != (zone.left_out is None) for zone in rapl.zones(tree.root))
     packages = {s.device for s in sensors if s.device.startswith("cpu")}

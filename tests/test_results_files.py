@@ -44,10 +44,9 @@ def put(folder: Path, text: list[str] | bytes, name: Path = METRICS) -> None:
 
 
 def change(folder: Path, line: int, **fields: Any) -> None:
-    """Changes fields of the record in that line (from 1) of the metrics."""
-    found = lines(folder)
-    found[line - 1] = json.dumps(json.loads(found[line - 1]) | fields) + "\n"
-    put(folder, found)
+    """Changes fields of the record in that line (from 1; -1: the last one) of the metrics."""
+    with runs.edited(folder / METRICS) as found:
+        found[line - (line > 0)].update(fields)
 
 
 def state(folder: Path) -> tuple[str, str]:
@@ -117,7 +116,7 @@ def test_byte_order_marks_and_carriage_returns_are_accepted(folder: Path) -> Non
 def test_unknown_fields_are_ignored_and_other_schemas_are_refused(folder: Path) -> None:
     change(folder, 4, of="the future")
     assert state(folder)[0] == "complete"
-    change(folder, len(lines(folder)), schema="hvdtrain/99")
+    change(folder, -1, schema="hvdtrain/99")
     found, problems = state(folder)
     assert found == "refused"
     assert "'hvdtrain/99'" in problems
@@ -288,7 +287,7 @@ def test_the_slowest_link_and_the_busiest_nic_count(folder: Path) -> None:
     with runs.edited(folder / "manifest.json") as manifest:
         manifest["links"][0] |= {"goodput_mbit": 9.1, "throttle": {"up_mbit": 10.0, "down_mbit": 8.0}}
     nics = [{"nic": "eth0", "sent_bytes": 1000, "received_bytes": 7000}, {"nic": "eth1", "sent_bytes": 6000}]
-    change(folder, len(lines(folder)), nic_bytes=nics)
+    change(folder, -1, nic_bytes=nics)
     (folder / "experiment.json").unlink()
     row = load([folder]).runs.iloc[0]
     assert (row["goodput_mbit"], row["rate_mbit"]) == (9.1, 8.0)
@@ -324,78 +323,74 @@ def test_the_best_epoch_is_the_last_of_equals(
         scores = manifest["metric"]["scores"]
         scores["epoch"] = scores["accuracy"] | {"label": "epoch", "most": None}
     values = [{"epoch": n} | ({} if a is None else {"accuracy": a}) for n, a in enumerate(accuracies, start=1)]
-    change(folder, len(lines(folder)), validation_scores=values)
+    change(folder, -1, validation_scores=values)
     row = load([folder]).runs.iloc[0]
     assert (row["best_validation_accuracy"], row["best_validation_epoch"]) == best
 
 
 def test_energy_of_hosts_that_share_a_machine_counts_once(folder: Path) -> None:
     """The first of two hosts on one machine records its counters. A GPU that no rank uses needs no counter."""
-    path = Path("monitors") / "h1.jsonl"
+    first, second = (folder / "monitors" / f"h{host}.jsonl" for host in range(2))
     row = load([folder]).runs.iloc[0]
     assert row["power_w"] == pytest.approx(60.0)
-    samples = lines(folder, path)
-    sensors = json.loads(samples[0])
-    nothing = [json.dumps(json.loads(line) | {"energy_j": {}}) + "\n" for line in samples[1:]]
     unread = {"source": None, "name": "", "reason": "no counter", "used": False}
     here = {"source": "nvml-energy", "name": "", "reason": None, "used": True}
-    elsewhere = sensors["devices"][0] | {"source": None, "reason": "recorded by host h0, on the same machine"}
-    put(folder, [json.dumps(sensors | {"devices": [elsewhere]}) + "\n", *nothing], path)
+    with runs.edited(second) as (sensors, *samples):
+        sensors["devices"][0] |= {"source": None, "reason": "recorded by host h0, on the same machine"}
+        for sample in samples:
+            sample["energy_j"] = {}
     loaded = load([folder])
     assert loaded.runs.iloc[0]["energy_j"] == pytest.approx(row["energy_j"] / 2)
     assert loaded.runs["energy_absent"].isna().all(), "nothing is missing"
-    first = lines(folder, Path("monitors") / "h0.jsonl")
-    about = json.loads(first[0])
-    about["devices"] += [{"device": "gpu0"} | here, {"device": "dram0"} | here]
-    more = [json.dumps(json.loads(line) | {"energy_j": {"cpu0": 1.0, "gpu0": 2.0, "dram0": 3.0}}) for line in first[1:]]
-    put(folder, "\n".join([json.dumps(about), *more, ""]).encode(), Path("monitors") / "h0.jsonl")
-    idle = [elsewhere, {"device": "gpu0"} | unread, {"device": "dram0"} | unread]
-    put(folder, [json.dumps(sensors | {"devices": idle}) + "\n", *nothing], path)
+    with runs.edited(first) as (sensors, *samples):
+        sensors["devices"] += [{"device": "gpu0"} | here, {"device": "dram0"} | here]
+        for sample in samples:
+            sample["energy_j"] = {"cpu0": 1.0, "gpu0": 2.0, "dram0": 3.0}
+    with runs.edited(second) as (sensors, *_):
+        sensors["devices"] += [{"device": "gpu0"} | unread, {"device": "dram0"} | unread]
     row = load([folder]).runs.iloc[0]
-    assert row["energy_j"] == pytest.approx(6.0 * len(more))
+    assert row["energy_j"] == pytest.approx(6.0 * len(samples))
     assert row["energy_absent"] == "gpu0, dram0: no counter"
-    idle[1]["used"] = True
-    put(folder, [json.dumps(sensors | {"devices": idle}) + "\n", *nothing], path)
+    with runs.edited(second) as (sensors, *_):
+        sensors["devices"][1]["used"] = True
     assert load([folder]).runs["energy_j"].isna().all(), "a GPU that a rank uses is missing"
 
 
 def test_a_device_with_unknown_use_counts_as_used(tmp_path: Path) -> None:
     folder = runs.make(tmp_path / "r", energy_w={"cpu0": 30.0, "gpu0": 10.0, "dram0": 5.0}, used=("cpu0",))
-    samples = lines(folder, path := Path("monitors") / "h0.jsonl")
-    sensors = json.loads(samples[0])
-    sensors["devices"][2]["used"] = None
-    put(folder, [json.dumps(sensors) + "\n", *samples[1:]], path)
+    with runs.edited(folder / "monitors" / "h0.jsonl") as (sensors, *_):
+        sensors["devices"][2]["used"] = None
     row = load([folder]).runs.iloc[0]
-    watts = row["energy_j"] / 45
-    assert (row["energy_used_j"], row["idle_devices"]) == (pytest.approx(35 * watts), "h0:gpu0")
+    assert (row["energy_used_j"], row["idle_devices"]) == (pytest.approx(35 / 45 * row["energy_j"]), "h0:gpu0")
 
 
 def test_energy_with_gaps_is_ignored(folder: Path) -> None:
-    path = Path("monitors") / "h1.jsonl"
-    row = load([folder]).runs.iloc[0]
+    path = folder / "monitors" / "h1.jsonl"
+    whole = path.read_bytes()
     seconds = 2 * (5 * 0.71 + 0.1 + 0.05) + 0.2
-    assert row["energy_j"] == pytest.approx(2 * 30 * seconds)
-    samples = lines(folder, path)
-    sensors = json.loads(samples[0])
-    sensors["devices"][0] |= {"source": None, "reason": "only root may read it"}
-    nothing = [json.dumps(json.loads(line) | {"energy_j": {}}) + "\n" for line in samples[1:]]
-    for damaged in (
-        samples[:5],
-        [*samples[:3], samples[3].replace('"cpu0":', '"cpu1":'), *samples[4:]],
-        [json.dumps(sensors) + "\n", *nothing],
-        None,
-    ):
-        if damaged is None:
-            (folder / path).unlink()
-        else:
-            put(folder, damaged, path)
+    assert load([folder]).runs.iloc[0]["energy_j"] == pytest.approx(2 * 30 * seconds)
+
+    def damaged(change: Callable[[list[Any]], Any]) -> str:
+        path.write_bytes(whole)
+        with runs.edited(path) as records:
+            change(records)
         loaded = load([folder])
         assert loaded.runs["energy_j"].isna().all()
         assert loaded.runs.iloc[0]["state"] == "complete"
-        assert "energy ignored" in str(loaded.problems[-1])
-    put(folder, samples[:5], path)
-    change(folder, len(lines(folder)), began_unix_s=json.loads(lines(folder)[-1])["ended_unix_s"] - 1)
-    assert load([folder]).runs["energy_j"].isna().all()
+        return str(loaded.problems[-1])
+
+    assert "energy ignored" in damaged(lambda records: records.__delitem__(slice(5, None)))
+    assert "has energy in" in damaged(lambda records: records[3].update(energy_j={"cpu1": 1.0}))
+    absent = {"device": "cpu0", "name": "", "source": None, "reason": "only root may read it"}
+    assert "was not measured" in damaged(
+        lambda records: [records[0].update(devices=[absent]), *(each.pop("energy_j", 0) for each in records[1:])]
+    )
+    path.unlink()
+    assert "no samples of host h1" in str(load([folder]).problems[-1])
+    path.write_bytes(whole)
+    with runs.edited(folder / METRICS) as records:
+        records[-1]["began_unix_s"] = records[-1]["ended_unix_s"] - 1  # shorter than the phases
+    damaged(lambda records: records.__delitem__(slice(5, None)))
 
 
 @pytest.mark.parametrize(("kept", "counts"), [(0.96, True), (0.94, False)])

@@ -223,10 +223,8 @@ def test_energy_runs_use_sensors_and_experiments_without_gpus_are_skipped(sweep:
 @pytest.mark.parametrize(
     ("change", "code", "expected"),
     [
-        ('[[grid]]\nstrategy = "telepathy"\n', 78, "unknown strategy 'telepathy'; known: allreduce"),
-        ("[[grid]]\nlr = -1.0\n", 78, "--lr is -1.0"),
-        ("[[grid]]\nranks_per_host = 3\nglobal_batch_size = 2\n", 78, "too few for 3 ranks: use at most 2"),
-        ("[[grid]]\ncolour = 1\n", 78, ":1: unknown key 'colour'"),
+        ("[[grid]]\nranks_per_host = 3\nglobal_batch_size = 2\n", 78, "hint: use at most 2"),
+        ("[[grid]]\ncolour = 1\n", 78, ":2: unknown key 'colour'"),
         ("", 2, "No such file"),
         ("[[grid]]\n", 73, "choose another --root"),
     ],
@@ -241,7 +239,7 @@ def test_errors_are_found_before_the_first_run(sweep: Command, change: str, code
     assert (done, out) == (code, "")
     assert err.startswith("sweep: ")
     assert len(err.splitlines()) == 1
-    assert expected.replace(":1:", ":2:") in err
+    assert expected in err
     assert not sweep.root.is_dir()
 
 
@@ -323,6 +321,6 @@ def test_the_cluster_of_a_sweep_must_be_named_explicitly(tmp_path: Path, monkeyp
         )
         (tmp_path / name).mkdir()
         (tmp_path / name / "cluster.json").write_text(json.dumps(dataclasses.asdict(made)))
-        with contextlib.nullcontext() if chosen else failing(2, rf"\({own} is a sweep's\); choose with --name"):
+        with contextlib.nullcontext() if chosen else failing(2, rf"\({own} is a sweep's\); hint: choose"):
             assert virtual.choose() == chosen
         assert virtual.choose(own) == own

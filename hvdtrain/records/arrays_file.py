@@ -103,8 +103,8 @@ def _views(buffer: NDArray[np.uint8]) -> Arrays:
     if not 8 < data <= min(len(buffer), _HEAD_BYTES):
         raise ValueError(f"a header of {data - 8} bytes in a file of {len(buffer)}")
     arrays, end = {}, 0
-    found = files.from_json(buffer[8:data].tobytes())
-    for name, about in sorted(found.items(), key=lambda item: item[1]["data_offsets"]):
+    header = files.from_json(buffer[8:data].tobytes())
+    for name, about in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape, (start, stop) = np.dtype(_DTYPES[about["dtype"]]), about["shape"], about["data_offsets"]
         if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
             raise ValueError(f"array {name!r:.80}: shape or offsets are not whole numbers")
@@ -116,7 +116,7 @@ def _views(buffer: NDArray[np.uint8]) -> Arrays:
         arrays[name] = buffer[data + start : data + stop].view(dtype).reshape(shape)
     if data + end != len(buffer):
         raise ValueError(f"arrays end at byte {end} of {len(buffer) - data}")
-    return {name: arrays[name] for name in found}
+    return {name: arrays[name] for name in header}
 
 
 def read_npy_head(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:

@@ -13,11 +13,11 @@ from typing import Any
 
 def differing(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
     """`width: 0.125 there, 1.0 here` for each setting that differs, including nested ones."""
-    found = []
+    differences = []
     for name in there | here:
         old, new = there.get(name), here.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
-            found += differing(old, new)
+            differences += differing(old, new)
         elif old != new:
-            found.append(f"{name}: {old!a:.80} there, {new!a:.80} here")
-    return found
+            differences.append(f"{name}: {old!a:.80} there, {new!a:.80} here")
+    return differences

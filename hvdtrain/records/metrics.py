@@ -112,8 +112,8 @@ class Metric(abc.ABC):
     def means(self, totals: NDArray[np.float64]) -> tuple[float, dict[str, float]]:
         """Mean loss and scores of totals (size,) with at least one sample."""
         loss, *_, samples = totals.tolist()
-        found = self.score(self.by_name(totals), samples)
-        return loss / samples, {name: float(value) for name, value in found.items() if math.isfinite(value)}
+        scores = self.score(self.by_name(totals), samples)
+        return loss / samples, {name: float(value) for name, value in scores.items() if math.isfinite(value)}
 
     def by_name(self, totals: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
         """The sums in totals (size,)."""
@@ -147,11 +147,11 @@ class Metric(abc.ABC):
             )
         return name, value
 
-    def words(self, found: Mapping[str, float]) -> str:
+    def words(self, values: Mapping[str, float]) -> str:
         """The shown scores as text: `accuracy 0.9444, bleu4 0.91`; `none` for a missing value."""
         shown = [name for name, score in self.scores.items() if score.shown]
-        known = [name for name in shown if name in found] or shown[:1]
-        return ", ".join(f"{self.scores[name].label} {self.number(name, found.get(name))}" for name in known)
+        known = [name for name in shown if name in values] or shown[:1]
+        return ", ".join(f"{self.scores[name].label} {self.number(name, values.get(name))}" for name in known)
 
     def number(self, name: str, value: float | None) -> str:
         """A score's value with its unit, as text."""
@@ -237,12 +237,12 @@ class Confusion(Metric):
 
     def score(self, sums: Sums, samples: float) -> dict[str, float]:
         matrix = sums["confusion"]
-        found = {"accuracy": float(np.trace(matrix)) / samples}
+        scores = {"accuracy": float(np.trace(matrix)) / samples}
         for kind, values in self._by_class(matrix).items():
             for ending, (_, weights) in self._means(matrix).items():
-                found[f"{kind}{ending}"] = float(np.average(values, weights=weights))
-            found |= {f"{kind}_class{number}": float(values[number]) for number in np.flatnonzero(self._seen(matrix))}
-        return found
+                scores[f"{kind}{ending}"] = float(np.average(values, weights=weights))
+            scores |= {f"{kind}_class{number}": float(values[number]) for number in np.flatnonzero(self._seen(matrix))}
+        return scores
 
     def report(self, sums: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
         matrix = np.array(sums["confusion"])

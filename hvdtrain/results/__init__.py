@@ -6,6 +6,13 @@ groups           repeats of one experiment; statistics: means, intervals, ratios
 comparability    which groups may be compared; scaling: speed-up and efficiency of comparable groups
 tables/          one module per table
 text, export     tables as text; the data frame for other programs
+commands         the commands of the command line
 figures/         figures of the tables' numbers
 report/          tables and figures on one HTML page
 """
+
+from pathlib import Path
+
+RESULTS = Path("results")
+TARGET = (None, 0.95)
+"""Default of --target: the name of a score (None: the primary metric), and its value"""

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import json
 import math
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from hvdtrain.results import figures
+from hvdtrain.results import RESULTS, TARGET, figures
 from hvdtrain.system import exits
-from hvdtrain.system.arguments import Parser, near
+from hvdtrain.system.arguments import Parser
 from hvdtrain.system.exits import Failure
-
-if TYPE_CHECKING:
-    from hvdtrain.results.comparability import Baseline
-    from hvdtrain.results.read.folders import Problem
-    from hvdtrain.results.read.frame import Loaded
-    from hvdtrain.results.tables.model import Table
 
 PURPOSE = """Tables, figures and a report from the records of runs.
 
@@ -41,10 +31,6 @@ that differ only in seed and repeat form a group, and each value is their mean w
 are reported on standard error.
 """
 FORMATS = ("table", "csv", "json", "markdown")
-SHOWN_PROBLEMS = 10
-RESULTS = Path("results")
-TARGET = (None, 0.95)
-"""The name of a score (None: the primary metric), and its value"""
 REMOVED = {
     "inference": "use launch/studies/martin2019.py",
     "--detail": "use --format csv or --format json",
@@ -143,197 +129,17 @@ def target(text: str) -> tuple[str | None, float]:
     return name or None, amount(value)
 
 
-# --- input ------------------------------------------------------------------------------------------------------------
-
-
-def read(roots: Sequence[Path], where: str | None) -> Loaded:
-    """The runs below the roots that `where` selects. Raises Failure (2) for a bad expression or root."""
-    from hvdtrain.results import groups
-    from hvdtrain.results.read import folders, frame
-    from hvdtrain.results.read.where import Where
-
-    loaded = frame.load([root for root in roots if root != RESULTS or folders.exists(root)])
-    loaded.roots = list(roots)
-    if where is not None and len(loaded.runs):
-        chosen = Where(where, groups.kinds(loaded.runs))
-        columns = {name: groups.resolve(loaded.runs, name) for name in chosen.names}
-        keep = [chosen.test(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
-        loaded = dataclasses.replace(loaded, runs=loaded.runs[keep].reset_index(drop=True), where=where)
-    return loaded
-
-
-def select_baseline(text: str | None, loaded: Loaded) -> Baseline | None:
-    """The groups of --baseline. Raises Failure (2)."""
-    from hvdtrain.results import groups
-    from hvdtrain.results.comparability import Baseline
-    from hvdtrain.results.read.where import Where
-
-    if text is None:
-        return None
-    where = Where(text, groups.fact_kinds(groups.setting_names(loaded.runs)), option="--baseline")
-    return Baseline(lambda group: where.test(dict.fromkeys(where.names) | group.facts), frozenset(where.names))
-
-
-def group_columns(text: str | None, loaded: Loaded) -> list[str] | None:
-    """The names of --group-by. Raises Failure (2)."""
-    from hvdtrain.results import groups
-
-    if text is None:
-        return None
-    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
-    known = groups.kinds(loaded.runs)
-    for name in names:
-        if name not in known:
-            what = f"no column {name!r}{near(name, known)}; known: {', '.join(sorted(known))}"
-            raise Failure(f"--group-by: {what}", exits.USAGE)
-    return names
-
-
-def find_run(run: Path, roots: Sequence[Path] = (RESULTS,)) -> Path:
-    """The path if it exists, or else the run below the roots with this name, or with a name that starts with it.
-
-    Raises Failure (2) if there is no such run, or more than one.
-    """
-    from hvdtrain.results.read import folders
-
-    if folders.exists(run) or run in roots:
-        return run
-    below = list(folders.find([root for root in roots if folders.exists(root)], []))
-    fitting = [path for path in below if path.name == str(run)]
-    fitting = fitting or [path for path in below if path.name.startswith(str(run))]
-    if len(fitting) == 1:
-        return fitting[0]
-    if fitting:
-        shown = f"{', '.join(map(str, fitting[:3]))}{', ...' if len(fitting) > 3 else ''}"
-        raise Failure(f"{run}: ambiguous, {len(fitting)} runs match ({shown}); hint: type more of it", exits.USAGE)
-    hint = near(str(run), [path.name for path in below]) or "; hint: name a run folder, or a folder of runs"
-    raise Failure(f"{run}: no such folder, and no such run in {', '.join(map(str, roots))}{hint}", exits.USAGE)
-
-
-# --- output -----------------------------------------------------------------------------------------------------------
-
-
-def tables(options: argparse.Namespace, loaded: Loaded) -> list[Table]:
-    """The tables of a command."""
-    from hvdtrain.results.tables import accuracy, energy, overview, scaling, strategies
-
-    match options.command:
-        case "list":
-            return [overview.listing(loaded)]
-        case "scaling":
-            return [scaling.table(loaded, options.count, select_baseline(options.baseline, loaded))]
-        case "energy":
-            return energy.tables(loaded, select_baseline(options.baseline, loaded))
-        case "strategies":
-            return [strategies.table(loaded, options.target[1], options.best)]
-    by = group_columns(options.group_by, loaded)
-    if options.command == "accuracy":
-        return [accuracy.table(loaded, options.target[1], by)]
-    return [overview.phases(loaded, by) if options.command == "phases" else overview.overview(loaded, by)]
-
-
-def print_tables(shown: Sequence[Table], options: argparse.Namespace, problems: Sequence[Problem]) -> None:
-    from hvdtrain.results import text
-
-    if options.format == "json":
-        documents = [text.as_document(table, problems) for table in shown]
-        document: Any = documents[0] if len(documents) == 1 else {"schema": text.SCHEMA, "tables": documents}
-        sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
-    else:
-        sys.stdout.write("\n".join(text.FORMATS[options.format](table) for table in shown))
-    sys.stdout.flush()
-    print_problems(problems, everything=options.command in ("list", "show"))
-
-
-def print_problems(problems: Sequence[Problem], *, everything: bool = False) -> None:
-    """Prints defects of files on standard error."""
-    shown = problems if everything else problems[:SHOWN_PROBLEMS]
-    for problem in shown:
-        print(f"hvdtrain: {problem}", file=sys.stderr)
-    if len(shown) < len(problems):
-        print(f"hvdtrain: {len(problems) - len(shown)} more; see `hvdtrain results list`", file=sys.stderr)
-
-
-def no_runs(loaded: Loaded, where: str | None) -> Failure:
-    roots = ", ".join(map(str, loaded.roots))
-    if where is not None and loaded.where:
-        what = f"--where {where!r} selects no run in {roots}; hint: see `hvdtrain results list`"
-        return Failure(what, exits.BAD_DATA)
-    hint = "start one with `python -m hvdtrain.resnet --epochs 1`, or name a folder that contains runs"
-    return Failure(f"no runs in {roots}; hint: {hint}", exits.BAD_DATA)
-
-
-def show(options: argparse.Namespace) -> int:
-    from hvdtrain.results.tables import overview
-
-    loaded = read([find_run(options.run, options.roots)], None)
-    if len(loaded.runs) != 1:
-        print_problems(loaded.problems)
-        what = f"{options.run}: contains {len(loaded.runs)} runs"
-        raise Failure(f"{what}; hint: name one, see `hvdtrain results list`", exits.USAGE)
-    print_tables([overview.run_facts(loaded), overview.run_epochs(loaded)], options, loaded.problems)
-    return exits.OK
-
-
-def compare(options: argparse.Namespace) -> int:
-    from hvdtrain.results.tables.compare import compare as compare_runs
-
-    before, after = (read([find_run(side)], options.where) for side in (options.a, options.b))
-    for side in (before, after):
-        if side.runs.empty:
-            print_problems(side.problems)
-            raise no_runs(side, options.where)
-    table, worse = compare_runs(before, after, options.threshold)
-    print_tables([table], options, [*before.problems, *after.problems])
-    return exits.FAILED if worse else exits.OK
-
-
-def write(options: argparse.Namespace, loaded: Loaded) -> None:
-    """Writes the file of `plot`, `report` or `export`."""
-    if options.command == "plot":
-        settings = figures.Options(count=options.count, target=options.target[1])
-        figures.save(figures.draw(options.kind, loaded, settings), options.output)
-    elif options.command == "report":
-        from hvdtrain.results.report import document
-
-        document.write(loaded, options.output, options.target[1])
-    else:
-        from hvdtrain.results.export import export
-
-        export(loaded.runs, options.format, options.output)
-    print_problems(loaded.problems)
-    if options.output:
-        print(exits.printable(f"hvdtrain: wrote {options.output}"), file=sys.stderr)
-
-
 def main(arguments: list[str]) -> int:
     """Returns the exit code. Raises Failure with a message for the user."""
     for word in [*arguments[:1], *(word for word in arguments if word.startswith("--"))]:
         if hint := REMOVED.get(word.partition("=")[0]):
             raise Failure(f"{word} was removed; hint: {hint}", exits.USAGE)
     options = parser().parse_args(arguments)
-    if options.command == "show":
-        return show(options)
-    if options.command == "compare":
-        return compare(options)
-    if getattr(options, "kind", None) in figures.REMOVED:
-        figures.draw(options.kind, None)  # type: ignore[arg-type]  # raises Failure
-    loaded = read([find_run(root) for root in options.roots], options.where)
-    if loaded.runs.empty:
-        print_problems(loaded.problems)
-        raise no_runs(loaded, options.where)
-    score, value = goal = getattr(options, "target", TARGET)
-    if goal != TARGET:
-        from hvdtrain.results import scores
+    if hint := figures.REMOVED.get(getattr(options, "kind", "")):
+        raise Failure(f"figure {options.kind!r} was removed; hint: {hint}", exits.USAGE)
+    from hvdtrain.results import commands  # loads pandas
 
-        if score:
-            loaded = dataclasses.replace(loaded, runs=scores.judge_by(loaded.runs, score), judged_by=score)
-        scores.check_target(loaded.runs, value)
-    if options.command in ("plot", "report", "export"):
-        write(options, loaded)
-    else:
-        print_tables(tables(options, loaded), options, loaded.problems)
-    return exits.OK
+    return commands.run(options)
 
 
 if __name__ == "__main__":

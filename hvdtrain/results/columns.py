@@ -38,7 +38,7 @@ RUNS: dict[str, Column] = {
     "workload": _text("workload, or name of the script"),
     "framework": _text("torch or tensorflow"),
     "strategy": _text("how gradients are exchanged, as in --strategy"),
-    "backend": _text("library that connects the ranks: none, gloo, mpi, nccl, grpc, streams or servers"),
+    "backend": _text("library that connects the ranks: none, gloo, mpi, nccl, grpc, tcp or servers"),
     "hosts": _number("hosts"),
     "ranks": _number("ranks"),
     "ranks_per_host": _number("ranks / hosts"),

@@ -62,8 +62,8 @@ class Group:
 @functools.lru_cache(maxsize=1024)
 def settings(text: str | None) -> dict[str, Any]:
     """The parsed column `settings`."""
-    found = json.loads(text, parse_constant=str) if text else {}
-    return {printable(key): printable(value) if isinstance(value, str) else value for key, value in found.items()}
+    parsed = json.loads(text, parse_constant=str) if text else {}
+    return {printable(key): printable(value) if isinstance(value, str) else value for key, value in parsed.items()}
 
 
 def usable(runs: pd.DataFrame) -> pd.DataFrame:
@@ -95,16 +95,16 @@ def short(name: str, value: Any) -> Any:
 
 def setting_names(runs: pd.DataFrame) -> list[str]:
     """Settings without a column, such as lr."""
-    found = {name for text in set(runs["settings"].dropna()) for name in settings(text)}
-    return sorted(found - set(RUNS))
+    names = {name for text in set(runs["settings"].dropna()) for name in settings(text)}
+    return sorted(names - set(RUNS))
 
 
 def resolve(runs: pd.DataFrame, name: str) -> list[Any]:
     """The values of a column, or of a setting such as lr; None if a run does not have it."""
     if name in runs.columns:
         return runs[name].tolist()
-    found = [settings(text).get(name) for text in runs["settings"]]
-    return [json.dumps(value) if isinstance(value, list | dict) else value for value in found]
+    values = [settings(text).get(name) for text in runs["settings"]]
+    return [json.dumps(value) if isinstance(value, list | dict) else value for value in values]
 
 
 def kinds(runs: pd.DataFrame) -> dict[str, str]:

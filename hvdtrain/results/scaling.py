@@ -124,14 +124,14 @@ def _baselines(group: Group, pool: Sequence[Group], count: Count, baseline: Base
         and other.values("train_s")  # not only energy runs
     ]
     allowed = [batch_kinds(group, other) for other in candidates]
-    found: dict[Kind, Group] = {}
+    best: dict[Kind, Group] = {}
     for kind in get_args(Kind):
         equal = [other for other, kinds in zip(candidates, allowed, strict=True) if kind in kinds]
         if equal:
-            found[kind] = _best_match(group, equal, count)
-    if candidates and not found and freed & set(BATCH.values()):
-        found["other"] = _best_match(group, candidates, count)
-    return found
+            best[kind] = _best_match(group, equal, count)
+    if candidates and not best and freed & set(BATCH.values()):
+        best["other"] = _best_match(group, candidates, count)
+    return best
 
 
 def _best_match(group: Group, candidates: Sequence[Group], count: Count) -> Group:

@@ -52,12 +52,12 @@ def check(values: Mapping[str, float], declared: Mapping[str, Score], where: str
 
 def of(runs: pd.DataFrame) -> dict[str, Score]:
     """All scores of the runs, or accuracy if there are none. A unit that differs between runs is named as such."""
-    found: dict[str, Score] = {}
+    declared: dict[str, Score] = {}
     for text in runs["scores"].dropna().unique():
         for name, score in of_run(text).items():
-            differs = name in found and found[name].unit != score.unit
-            found[name] = dataclasses.replace(score, unit="various units") if differs else score
-    return found or dict(ACCURACY.scores)
+            differs = name in declared and declared[name].unit != score.unit
+            declared[name] = dataclasses.replace(score, unit="various units") if differs else score
+    return declared or dict(ACCURACY.scores)
 
 
 def primary(runs: pd.DataFrame) -> list[str]:
@@ -91,12 +91,12 @@ def check_target(runs: pd.DataFrame, value: float) -> None:
 
 def all_columns(runs: pd.DataFrame) -> dict[str, columns.Column]:
     """Every column of the data frame of runs: `columns.RUNS`, and two for each score."""
-    found = dict(columns.RUNS)
+    known = dict(columns.RUNS)
     for name, score in of(runs).items():
         label, unit = printable(score.label), printable(score.unit)
-        found[f"test_{name}"] = columns.Column("number", unit, f"{label} of the test split")
-        found[f"best_validation_{name}"] = columns.Column("number", unit, f"{label} of the best epoch's validation")
-    return found
+        known[f"test_{name}"] = columns.Column("number", unit, f"{label} of the test split")
+        known[f"best_validation_{name}"] = columns.Column("number", unit, f"{label} of the best epoch's validation")
+    return known
 
 
 def target(runs: pd.DataFrame, value: float) -> str:

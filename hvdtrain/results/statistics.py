@@ -58,17 +58,17 @@ class Interval:
 
 def summary(values: Iterable[float | None]) -> Statistic | None:
     """The statistics of the values that are neither None nor NaN; None if there is no such value."""
-    found = sorted(float(value) for value in values if value is not None and not math.isnan(value))
-    n = len(found)
+    known = sorted(float(value) for value in values if value is not None and not math.isnan(value))
+    n = len(known)
     if not n:
         return None
-    mean = found[0] if found[0] == found[-1] else math.fsum(found) / n  # rounding would give equal values a spread
-    median = (found[(n - 1) // 2] + found[n // 2]) / 2
+    mean = known[0] if known[0] == known[-1] else math.fsum(known) / n  # rounding would give equal values a spread
+    median = (known[(n - 1) // 2] + known[n // 2]) / 2
     if n < 2:
-        return Statistic(mean, median, found[0], found[-1], None, None, n, None)
-    sd = math.sqrt(math.fsum((value - mean) ** 2 for value in found) / (n - 1))
+        return Statistic(mean, median, known[0], known[-1], None, None, n, None)
+    sd = math.sqrt(math.fsum((value - mean) ** 2 for value in known) / (n - 1))
     half = t_quantile(n - 1) * sd / math.sqrt(n)
-    return Statistic(mean, median, found[0], found[-1], mean - half, mean + half, n, sd)
+    return Statistic(mean, median, known[0], known[-1], mean - half, mean + half, n, sd)
 
 
 def ratio(above: Statistic | None, below: Statistic | None) -> Interval | None:

@@ -9,7 +9,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.sweep.folder import document, summary
+from hvdtrain import records
+from hvdtrain.sweep.folder import read, summary
 from hvdtrain.sweep.grid import Run
 from hvdtrain.system.redaction import without_secret_values
 
@@ -39,13 +40,10 @@ class Estimator:
     def read(self, root: Path) -> None:
         """Adds the finished runs of all sweeps under `root`."""
         for path in sorted(root.glob("*/*/experiment.json")):
-            request, end = document(path), summary(path.parent)
-            if request is None or end is None or not (path.parent / "COMPLETE").exists():
-                continue
-            settings = request.get("settings")
-            seconds = [end.get(phase) or 0.0 for phase in PHASES]  # a script does not record all of them
-            if isinstance(settings, dict) and all(isinstance(value, int | float) for value in seconds):
-                self._add(settings, sum(seconds))
+            request, end = read(path, records.Experiment), summary(path.parent)
+            if request and end and (path.parent / "COMPLETE").exists():
+                # A script does not record all phases.
+                self._add(request.settings, sum(getattr(end, phase) or 0.0 for phase in PHASES))
 
     def learn(self, run: Run, seconds: float) -> None:
         """Adds a run of the current sweep."""

@@ -156,9 +156,8 @@ class Executor:
             text += f", {duration(outcome.seconds)}"
         summary = folder.summary(outcome.folder) if outcome.state in ("done", "marked") else None
         if summary:
-            rate, scores = summary.get("samples_per_s"), summary.get("test_scores", {})
-            text += "" if rate is None else f", {rate:.1f} samples/s"
-            text += "".join(f", test {name} {value:.4f}" for name, value in list(scores.items())[:1])
+            text += "" if summary.samples_per_s is None else f", {summary.samples_per_s:.1f} samples/s"
+            text += "".join(f", test {name} {value:.4f}" for name, value in list(summary.test_scores.items())[:1])
         note = outcome.marked or outcome.reason
         return f"{text} ({note})" if note else text
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -29,7 +30,8 @@ FLAG = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 Count = Annotated[int, Meta(ge=1, le=LARGEST)]
 Positive = Annotated[float, Meta(gt=0, le=1e18)]
-FlagValue = bool | str | Annotated[int, Meta(ge=-LARGEST, le=LARGEST)] | Annotated[float, Meta(ge=-1e18, le=1e18)]
+Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+FlagValue = bool | str | Annotated[int, Meta(ge=-LARGEST, le=LARGEST)] | Finite
 
 NEVER_FLAGS = {
     "run_dir": "the sweep chooses the run folders; use --root",

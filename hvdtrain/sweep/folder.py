@@ -10,7 +10,7 @@ import contextlib
 import os
 import pwd
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hvdtrain import records
 from hvdtrain.sweep.dry_run import MONITORS, DryRun
@@ -21,6 +21,7 @@ from hvdtrain.system.exits import Failure
 from hvdtrain.system.redaction import without_secret_values
 
 NOT_COMPARED = {"run_dir", "resume", "json", "dry_run", "debug", "monitor"}
+R = TypeVar("R", bound=records.Record)
 LOG = Path("logs") / "launch.log"
 TAIL_LINES = 6
 
@@ -31,29 +32,27 @@ def state(folder: Path, run: Run, dry_run: DryRun | None) -> tuple[str, str | No
         return "absent", None
     if not (folder / "COMPLETE").is_file():
         return "unfinished", "no COMPLETE"
-    request = document(folder / "experiment.json")
+    request = read(folder / "experiment.json", records.Experiment)
     if request is None:
         return "other", "no experiment.json"
     settings = without_secret_values(run.experiment.settings)
     for name, expected in (("settings", settings), ("kind", run.kind), ("repeat", run.repeat)):
-        if request.get(name) != expected:
+        if getattr(request, name) != expected:
             return "other", f"{name} differ"
     if problem := mismatch(folder, run, dry_run):
         return "other", problem
-    marked = request.get("marked")
-    return ("marked", str(marked)) if marked else ("done", None)
+    return ("marked", request.marked) if request.marked else ("done", None)
 
 
-def document(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if the file is unreadable or contains something else."""
+def read(path: Path, cls: type[R]) -> R | None:
+    """The record in a file; None if it is missing or damaged."""
     try:
-        value = files.from_json(files.read(path, records.LONGEST_DOCUMENT_BYTES))
-    except (OSError, ValueError):
+        return records.read_document(path, cls)
+    except Failure:
         return None
-    return value if isinstance(value, dict) else None
 
 
-def summary(folder: Path) -> dict[str, Any] | None:
+def summary(folder: Path) -> records.Summary | None:
     """The last summary in rank 0's records. Reads only the end of the file."""
     try:
         with files.open_plain(folder / "metrics" / "rank0000.jsonl") as stream:
@@ -62,10 +61,8 @@ def summary(folder: Path) -> dict[str, Any] | None:
     except OSError:
         return None
     for line in reversed(lines):
-        with contextlib.suppress(ValueError):
-            record = files.from_json(line)
-            if isinstance(record, dict) and record.get("type") == "summary":
-                return record
+        with contextlib.suppress(ValueError, Failure):
+            return records.from_json(files.from_json(line), "", records.Summary)
     return None
 
 
@@ -74,7 +71,7 @@ def mismatch(folder: Path, run: Run, dry_run: DryRun | None) -> str | None:
 
     Without a dry run, config, batch plan and data are not compared.
     """
-    manifest = document(folder / "manifest.json")
+    manifest = read(folder / "manifest.json", records.Manifest)
     if manifest is None:
         hint = "; hint: the script must import hvdtrain and create an optimizer"
         return "no manifest.json" + (hint if "command" in run.experiment.settings else "")
@@ -82,7 +79,7 @@ def mismatch(folder: Path, run: Run, dry_run: DryRun | None) -> str | None:
         return "no COMPLETE: the run did not finish"
     if summary(folder) is None:
         return "no summary in metrics/rank0000.jsonl"
-    config, ranks = manifest.get("config", {}), manifest.get("ranks", [])
+    config = manifest.config
     for key, value in (dry_run.config if dry_run else {}).items():
         monitor_option = key.startswith("monitor_") and key not in run.flags  # set only in energy runs
         new_option = key not in config and key not in run.flags  # did not exist when the run was made
@@ -90,18 +87,16 @@ def mismatch(folder: Path, run: Run, dry_run: DryRun | None) -> str | None:
             return f"{key} is {config.get(key)!r} in the manifest, expected {value!r}"
     if config.get("monitor", "none") != MONITORS[run.kind]:
         return f"monitor is {config.get('monitor')!r} in the manifest, expected {MONITORS[run.kind]!r}"
-    plan = manifest.get("plan", {})
     for key, value in (dry_run.plan if dry_run else {}).items():
         measured = key in ("shares", "cut") and not value  # determined before step 0 if the settings do not give them
-        if not measured and plan.get(key) != value:
+        if not measured and manifest.plan.get(key) != value:
             return "its batch sizes or steps differ from the request"
-    if dry_run and manifest.get("data", {}).get("fingerprint") != dry_run.fingerprint:
+    if dry_run and manifest.data.get("fingerprint") != dry_run.fingerprint:
         return "it used different data"
-    hosts = {rank.get("host") for rank in ranks}
-    expected = (run.experiment.ranks, run.experiment.hosts)
-    if (len(ranks), len(hosts)) != expected:
-        return f"it used {len(ranks)} ranks on {len(hosts)} hosts, expected {expected[0]} on {expected[1]}"
-    return _link_mismatch(manifest.get("links", []), run)
+    used, expected = (len(manifest.ranks), len(manifest.hosts)), (run.experiment.ranks, run.experiment.hosts)
+    if used != expected:
+        return f"it used {used[0]} ranks on {used[1]} hosts, expected {expected[0]} on {expected[1]}"
+    return _link_mismatch(manifest.links, run)
 
 
 def _link_mismatch(links: list[dict[str, Any]], run: Run) -> str | None:

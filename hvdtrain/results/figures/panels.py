@@ -30,9 +30,9 @@ class Looks:
     """The look of each rate and of each number of hosts."""
 
     def __init__(self, loaded: Loaded) -> None:
-        found = groups.by(groups.usable(loaded.runs), ("hosts", "rate_mbit"))
-        self.rates = rates(found)
-        self.hosts = sorted({int(group.key["hosts"]) for group in found if group.key["hosts"]})
+        experiments = groups.by(groups.usable(loaded.runs), ("hosts", "rate_mbit"))
+        self.rates = rates(experiments)
+        self.hosts = sorted({int(group.key["hosts"]) for group in experiments if group.key["hosts"]})
 
     def line(self, mbit: float | None, hosts: float = 2) -> dict[str, Any]:
         """Colour and line style. A single host uses no link and is drawn in black."""
@@ -47,9 +47,9 @@ class Looks:
             axis.plot([], [], color=style.SOFT, linestyle="none", **self.marker(number), label=many(number, "hosts"))
 
 
-def rates(found: Sequence[Group]) -> list[float | None]:
+def rates(experiments: Sequence[Group]) -> list[float | None]:
     """The rates of the groups on several hosts, slowest first, unlimited (None) last. Only None if there are none."""
-    several = {group.key["rate_mbit"] for group in found if group.key["hosts"] and group.key["hosts"] > 1}
+    several = {group.key["rate_mbit"] for group in experiments if group.key["hosts"] and group.key["hosts"] > 1}
     return sorted(several, key=lambda mbit: math.inf if mbit is None else mbit) or [None]
 
 
@@ -64,13 +64,13 @@ def split(loaded: Loaded, column: str, missing: str) -> dict[str, list[Group]]:
 
     Raises Failure (65) with the message `missing` if there is none, Failure (2) for too many panels.
     """
-    found = ordered(groups.by(groups.usable(loaded.runs)))
-    found = [group for group in found if group.key["hosts"] and group.timing[column].notna().any()]
-    if not found:
+    experiments = ordered(groups.by(groups.usable(loaded.runs)))
+    experiments = [group for group in experiments if group.key["hosts"] and group.timing[column].notna().any()]
+    if not experiments:
         raise Failure(missing, exits.BAD_DATA)
-    weak = len({group.key["rank_batch"] for group in found}) == 1
+    weak = len({group.key["rank_batch"] for group in experiments}) == 1
     panels: dict[str, list[Group]] = {}
-    for group, words in zip(found, settings_of(found, ["global_batch"] if weak else []), strict=True):
+    for group, words in zip(experiments, settings_of(experiments, ["global_batch"] if weak else []), strict=True):
         panels.setdefault(_title(group, words), []).append(group)
     check(len(panels), MOST_PANELS, "settings")
     return panels
@@ -99,13 +99,13 @@ def curves(loaded: Loaded, count: Count, column: str, missing: str) -> list[Pane
     """
     rows = scaling.rows(groups.by(groups.usable(loaded.runs)), count)
     known = [row for row in rows if getattr(row, column) is not None and row.group.key["hosts"] is not None]
-    found = [list(points) for _, points in itertools.groupby(known, key=lambda row: row.curve)]
+    drawable = [list(points) for _, points in itertools.groupby(known, key=lambda row: row.curve)]
     # A single group has no speed-up to show.
-    found = [points for points in found if column == "train_s" or points[-1].group is not points[-1].baseline]
-    if not found:
+    drawable = [points for points in drawable if column == "train_s" or points[-1].group is not points[-1].baseline]
+    if not drawable:
         raise Failure(missing, exits.BAD_DATA)
     panels: dict[str, list[tuple[float | None, list[Row]]]] = {}
-    for points, words in zip(found, curve_settings(found), strict=True):
+    for points, words in zip(drawable, curve_settings(drawable), strict=True):
         last = points[-1].group
         panels.setdefault(_title(last, words), []).append((last.key["rate_mbit"], points))
     check(len(panels), MOST_PANELS, "settings")

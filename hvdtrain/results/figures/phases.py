@@ -35,8 +35,8 @@ def phases(loaded: Loaded, _: Options) -> Figure:
         for group in members:
             label = style.wrapped(f"{title}, {many(group.key['hosts'], 'hosts')}", LETTERS)
             bars.setdefault(label, {})[group.key["rate_mbit"]] = group
-    found = [group for by_rate in bars.values() for group in by_rate.values()]
-    rates = panels.rates(found)
+    experiments = [group for by_rate in bars.values() for group in by_rate.values()]
+    rates = panels.rates(experiments)
     panels.check(len(bars), panels.MOST_BARS, "bars")
     bar_in = 0.07 + 0.12 * max(label.count("\n") + 1 for label in bars)
     figure, axes = style.grid(len(rates), columns=COLUMNS, height_in=bar_in * len(bars) + 0.4, sharey=True)
@@ -56,9 +56,9 @@ def phases(loaded: Loaded, _: Options) -> Figure:
                 axis.annotate(number(end), (end, index), (3, 0), textcoords="offset points", va="center", fontsize=7)
         axis.set_xlim(0, 1.22 * max(ends) or 1.0)
         axis.grid(visible=False, axis="y")
-        style.title(axis, rate_words(mbit) if any(group.key["hosts"] > 1 for group in found) else "")
+        style.title(axis, rate_words(mbit) if any(group.key["hosts"] > 1 for group in experiments) else "")
         axis.set_xlabel("s per step")
-    counts = [len(group.values("step_s")) for group in found]
+    counts = [len(group.values("step_s")) for group in experiments]
     style.legend(figure, axes, f"mean of {style.count(counts)}; the number is the whole bar")
     return figure
 

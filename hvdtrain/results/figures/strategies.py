@@ -53,11 +53,11 @@ def _by_label(table: Table, rows: list[dict[str, Any]]) -> dict[str, list[dict[s
     """Label -> rows of one section, fastest first. The label names the other differences, and failures."""
     keys = [column.key for column in table.columns]
     others = [column for column in table.columns[1 : keys.index("n")] if column.key != "hosts"]
-    found: dict[str, list[dict[str, Any]]] = {}
+    by_label: dict[str, list[dict[str, Any]]] = {}
     for row in sorted(rows, key=time_to_target):
         words = [row["strategy"], *(f"{column.label} {cell(row.get(column.key), column)}" for column in others)]
-        found.setdefault(", ".join(words), []).append(row)
-    return {style.wrapped(label + _failures(members), LETTERS): members for label, members in found.items()}
+        by_label.setdefault(", ".join(words), []).append(row)
+    return {style.wrapped(label + _failures(members), LETTERS): members for label, members in by_label.items()}
 
 
 def _failures(rows: list[dict[str, Any]]) -> str:

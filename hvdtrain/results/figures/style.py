@@ -118,14 +118,14 @@ def title(axis: Any, text: str) -> None:
 
 def legend(figure: Figure, axes: Sequence[Any], title: str) -> None:
     """One legend below the figure for all axes, with each label once."""
-    found: dict[str, Any] = {}
+    handles: dict[str, Any] = {}
     for one in axes:
         for handle, label in zip(*one.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    width = 40 + 4.6 * max(map(len, found), default=0)
-    across = max(1, min(len(found), int(72 * figure.get_figwidth() / width)))
+            handles.setdefault(label, handle)
+    width = 40 + 4.6 * max(map(len, handles), default=0)
+    across = max(1, min(len(handles), int(72 * figure.get_figwidth() / width)))
     title = wrapped(title, int(72 * figure.get_figwidth() / 4.6))
-    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=across, title=title)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=across, title=title)
 
 
 def log_scale(axis: Any, which: str) -> None:

@@ -73,8 +73,8 @@ def _curve(group: Group) -> pd.DataFrame:
     """The primary metric of validation after each epoch that all timing runs reached: epoch (from 1), time_s (mean),
     mean, low, high, n."""
     name = f"validation_{scores.primary(group.runs)[0]}"
-    frames = [found for folder in group.column("run_dir", timing=True) if name in (found := frame.epochs(folder))]
-    frames = [found for each in frames if len(found := each.dropna(subset=[name]))]
+    frames = [epochs for folder in group.column("run_dir", timing=True) if name in (epochs := frame.epochs(folder))]
+    frames = [epochs for each in frames if len(epochs := each.dropna(subset=[name]))]
     rows = []
     for epoch, members in pd.concat(frames).groupby("epoch") if frames else ():
         score, seconds = summary(members[name]), summary(members["elapsed_s"])

@@ -51,9 +51,9 @@ def load(roots: Sequence[Path]) -> Loaded:
 def frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
     """The data frame of such rows, with all columns."""
     declared = scores.all_columns(pd.DataFrame(rows, columns=[*RUNS], dtype=object))
-    found = pd.DataFrame(rows, columns=[*declared], dtype=object)
-    found = found.where(found.notna(), None)
-    return found.astype({name: float for name, column in declared.items() if column.kind == "number"})
+    table = pd.DataFrame(rows, columns=[*declared], dtype=object)
+    table = table.where(table.notna(), None)
+    return table.astype({name: float for name, column in declared.items() if column.kind == "number"})
 
 
 def _refuse_copies(rows: list[dict[str, Any]], problems: list[Problem]) -> None:

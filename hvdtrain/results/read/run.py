@@ -27,24 +27,24 @@ SET_ASIDE = re.compile(r".*-r\d+-(failed|other|unfinished)\d+")
 
 def row(folder: Path, problems: list[Problem]) -> dict[str, Any]:
     """The run's row; None for values that were not measured. A run that cannot be read becomes a refused row."""
-    found: dict[str, Any] = dict.fromkeys(RUNS)
-    found |= {"run_dir": str(folder), "run": printable(folder.name), "kind": "timing", "state": "refused"}
+    columns: dict[str, Any] = dict.fromkeys(RUNS)
+    columns |= {"run_dir": str(folder), "run": printable(folder.name), "kind": "timing", "state": "refused"}
     try:
         manifest = records.read_document(folder / "manifest.json", records.Manifest)
-        found |= _settings_of(manifest)
+        columns |= _settings_of(manifest)
         score_columns, declared = scores.row(manifest.metric, str(folder / "manifest.json"))
-        found |= score_columns
+        columns |= score_columns
         if exists(folder / "experiment.json"):
-            found |= _experiment(records.read_document(folder / "experiment.json", records.Experiment))
+            columns |= _experiment(records.read_document(folder / "experiment.json", records.Experiment))
             if SET_ASIDE.fullmatch(folder.name):
-                found["marked"] = found["marked"] or "set aside by its sweep"
-        if found["hosts"] == 1:
-            found["rate_mbit"] = None  # uses no link, and is therefore the baseline of every rate
-        found |= _measured(folder, manifest, declared, found, problems)
+                columns["marked"] = columns["marked"] or "set aside by its sweep"
+        if columns["hosts"] == 1:
+            columns["rate_mbit"] = None  # uses no link, and is therefore the baseline of every rate
+        columns |= _measured(folder, manifest, declared, columns, problems)
     except Failure as failure:
         problems.append(_problem(failure))
-        found["state"] = "refused"
-    return found
+        columns["state"] = "refused"
+    return columns
 
 
 def _problem(failure: Failure) -> Problem:
@@ -96,10 +96,10 @@ def _settings_of(manifest: records.Manifest) -> dict[str, Any]:
 
 def _other_settings(config: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, Any]:
     """Settings without a column. A resumed run records the micro-batches that others leave to the default."""
-    found = {key: config[key] for key in sorted(config) if key not in NOT_SETTINGS}
-    if found.get("micro_batches", 1) is None:
-        found["micro_batches"] = plan.get("micro_batches")
-    return found
+    others = {key: config[key] for key in sorted(config) if key not in NOT_SETTINGS}
+    if others.get("micro_batches", 1) is None:
+        others["micro_batches"] = plan.get("micro_batches")
+    return others
 
 
 def _observed(config: Mapping[str, Any]) -> str | None:
@@ -116,7 +116,7 @@ def _rate_mbit(links: list[dict[str, Any]]) -> float | None:
 
 def _experiment(experiment: records.Experiment) -> dict[str, Any]:
     cluster = experiment.settings.get("cluster")
-    found: dict[str, Any] = {
+    columns: dict[str, Any] = {
         "fill": number(cluster.get("fill")) if isinstance(cluster, dict) else None,
         "sweep": printable(experiment.sweep),
         "experiment": printable(experiment.experiment),
@@ -125,8 +125,8 @@ def _experiment(experiment: records.Experiment) -> dict[str, Any]:
         "kind": printable(experiment.kind),
     }
     if experiment.marked is not None:
-        found["marked"] = printable(experiment.marked)
-    return found if experiment.rate_mbit is None else found | {"rate_mbit": experiment.rate_mbit}
+        columns["marked"] = printable(experiment.marked)
+    return columns if experiment.rate_mbit is None else columns | {"rate_mbit": experiment.rate_mbit}
 
 
 # --- measurements -----------------------------------------------------------------------------------------------------
@@ -158,14 +158,14 @@ def _measured(
         what = f"has {sums.steps} of {summary.steps} steps, so times and bytes per step are ignored"
         problems.append(Problem(str(path), None, what))
         sums = steps.Sums()
-    found = _from_summary(summary, metrics.checkpoint_s) | _batch(summary, manifest)
-    found |= {"state": "complete", "resumed": metrics.resumed} | _resumed_elsewhere(metrics, manifest)
-    found |= _scores(summary, settings["primary_metric"], declared)
-    found |= _per_step(sums) | _network(summary, metrics, sums, manifest, settings["rate_mbit"])
+    columns = _from_summary(summary, metrics.checkpoint_s) | _batch(summary, manifest)
+    columns |= {"state": "complete", "resumed": metrics.resumed} | _resumed_elsewhere(metrics, manifest)
+    columns |= _scores(summary, settings["primary_metric"], declared)
+    columns |= _per_step(sums) | _network(summary, metrics, sums, manifest, settings["rate_mbit"])
     # The clocks are of the last start, the sums and the samples of all starts.
     began, ended = summary.began_unix_s, summary.ended_unix_s
-    expected_s = max(found["end_to_end_s"], 0.0 if began is None or ended is None else ended - began)
-    return found | energy.columns(folder, manifest, expected_s, problems)
+    expected_s = max(columns["end_to_end_s"], 0.0 if began is None or ended is None else ended - began)
+    return columns | energy.columns(folder, manifest, expected_s, problems)
 
 
 def metrics_file(run_dir: Path | str) -> Path:
@@ -221,19 +221,19 @@ def _scores(summary: records.Summary, primary: str | None, declared: Mapping[str
     for epoch in summary.validation_scores:
         if primary in epoch and (not best or not declared[primary].better(best[primary], epoch[primary])):
             best = epoch
-    found = {"test_score": summary.test_scores.get(primary), "best_validation_score": best.get(primary)}
+    columns = {"test_score": summary.test_scores.get(primary), "best_validation_score": best.get(primary)}
     for name in declared:
-        found |= {f"test_{name}": summary.test_scores.get(name), f"best_validation_{name}": best.get(name)}
-    return found
+        columns |= {f"test_{name}": summary.test_scores.get(name), f"best_validation_{name}": best.get(name)}
+    return columns
 
 
 def _per_step(sums: steps.Sums) -> dict[str, Any]:
-    found: dict[str, Any] = {"bytes_per_step": sums.bytes_sent / sums.steps if sums.steps else None}
+    columns: dict[str, Any] = {"bytes_per_step": sums.bytes_sent / sums.steps if sums.steps else None}
     if not sums.timed:
-        return found | dict.fromkeys(("step_s", "communication_s"))
+        return columns | dict.fromkeys(("step_s", "communication_s"))
     communication_s = None if sums.communication_s is None else sums.communication_s / sums.timed
     step_s = ((sums.data_s or 0.0) + sums.compute_s + (sums.communication_s or 0.0)) / sums.timed
-    return found | {
+    return columns | {
         "step_s": step_s,
         "data_s": None if sums.data_s is None else sums.data_s / sums.timed,
         "compute_s": sums.compute_s / sums.timed,
@@ -253,28 +253,28 @@ def _network(
 
     A NIC's counters start with the process, so they cover the steps since the last start.
     """
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     hosts, since_start = len(manifest.hosts), summary.steps - metrics.last_start
     busiest = numbers(nic.get(key) for nic in summary.nic_bytes for key in ("sent_bytes", "received_bytes"))
     if busiest and since_start > 0:
-        found["network_bytes_per_step"] = max(busiest) / since_start
+        columns["network_bytes_per_step"] = max(busiest) / since_start
     parameters = number(manifest.model.get("parameters"))
     limit_bytes = None
     if hosts > 1 and parameters is not None and manifest.plan.get("stages", 1) == 1:  # stages send activations
-        limit_bytes = found["limit_bytes_per_step"] = 2 * (hosts - 1) / hosts * FP32_BYTES * parameters
+        limit_bytes = columns["limit_bytes_per_step"] = 2 * (hosts - 1) / hosts * FP32_BYTES * parameters
     # With several ranks per host, rank 0's bytes are not the host's: only exact strategies have a known limit.
     one_rank_per_host = len(manifest.ranks) <= hosts
     sent_bytes = sums.timed_bytes_sent / sums.timed if sums.timed else None
     if not one_rank_per_host:
         sent_bytes = limit_bytes if manifest.exchange.get("exact") else None
     if not rate_mbit:
-        return found
+        return columns
     bytes_per_s = PAYLOAD_SHARE * rate_mbit * 1e6 / 8
     if limit_bytes is not None:
-        found["limit_s_per_step"] = limit_bytes / bytes_per_s
+        columns["limit_s_per_step"] = limit_bytes / bytes_per_s
     if sent_bytes is None:
-        return found
-    limit_s = found["strategy_limit_s_per_step"] = sent_bytes / bytes_per_s
+        return columns
+    limit_s = columns["strategy_limit_s_per_step"] = sent_bytes / bytes_per_s
     per_step = _per_step(sums)
     exchange_s = per_step["step_s" if manifest.exchange.get("overlaps_with") else "communication_s"]
-    return found | {"network_efficiency": limit_s / exchange_s if exchange_s else None}
+    return columns | {"network_efficiency": limit_s / exchange_s if exchange_s else None}

@@ -16,7 +16,7 @@ def number(value: Any) -> float | None:
 
 
 def numbers(values: Iterable[Any]) -> list[float]:
-    return [found for value in values if (found := number(value)) is not None]
+    return [known for value in values if (known := number(value)) is not None]
 
 
 def mean(values: Iterable[Any]) -> float | None:

@@ -84,10 +84,10 @@ class Where:
 
     def _skip(self, pattern: str) -> bool:
         """Moves past a keyword or bracket and the blanks around it. A keyword before an operator is a name."""
-        found = re.compile(rf"\s*{pattern}\s*(?![=<>!])", re.IGNORECASE).match(self._text, self._place)
-        if found:
-            self._place = found.end()
-        return found is not None
+        match = re.compile(rf"\s*{pattern}\s*(?![=<>!])", re.IGNORECASE).match(self._text, self._place)
+        if match:
+            self._place = match.end()
+        return match is not None
 
     def _comparison(self) -> Test:
         self._skip_blanks()
@@ -115,11 +115,11 @@ class Where:
         self._place = len(self._text) - len(self._text[self._place :].lstrip())
 
     def _next(self, pattern: re.Pattern[str], expected: str) -> str:
-        found = pattern.match(self._text, self._place)
-        if found is None:
+        match = pattern.match(self._text, self._place)
+        if match is None:
             raise self._error(expected, self._place)
-        self._place = found.end()
-        return found[0]
+        self._place = match.end()
+        return match[0]
 
     def _error(self, what: str, place: int) -> Failure:
         shown = "".join(c if c.isprintable() else " " for c in self._text)
@@ -129,8 +129,8 @@ class Where:
 
 def _comparison(name: str, sign: str, value: Any) -> Test:
     def test(row: Mapping[str, Any]) -> bool:
-        found = None if row[name] != row[name] else row[name]  # NaN: missing
-        comparable = isinstance(found, str) if isinstance(value, str) else isinstance(found, int | float)
-        return (comparable or sign in ("=", "==", "!=")) and OPERATORS[sign](found, value)
+        actual = None if row[name] != row[name] else row[name]  # NaN: missing
+        comparable = isinstance(actual, str) if isinstance(value, str) else isinstance(actual, int | float)
+        return (comparable or sign in ("=", "==", "!=")) and OPERATORS[sign](actual, value)
 
     return test

@@ -68,13 +68,13 @@ def reached(run_dir: str, score: str, target: float, problems: list[Problem]) ->
 
 def table(loaded: Loaded, target: float = 0.95, group_by: Sequence[str] | None = None) -> Table:
     """The scores of each group and its times to the target, a value of the primary metric."""
-    found, shown = grouped(loaded.runs, group_by)
+    experiments, shown = grouped(loaded.runs, group_by)
     primary, more = scores.primary(loaded.runs), scores.shown(loaded.runs)
     best = score_columns(loaded.runs, "best_validation")
     others = score_columns(loaded.runs, "test", more[len(primary) :]) if len(more) > len(primary) else []
     figures = [*score_columns(loaded.runs), *best, *others]
     rows = []
-    for group in found:
+    for group in experiments:
         members = zip(group.column("run_dir"), group.column("primary_metric"), strict=True)
         times = [reached(*member, target, loaded.problems) for member in members]
         timed = [time for time, kind in zip(times, group.column("kind"), strict=True) if time and kind == "timing"]
@@ -101,7 +101,7 @@ def table(loaded: Loaded, target: float = 0.95, group_by: Sequence[str] | None =
         "target: seconds of training until then; end to end: with validation and checkpoints",
         "times and epochs are means over the runs that reached the target, so they flatter a group with failures",
         *([CAPTIONS_NOTE] if "bleu4" in more else []),
-        *group_notes(loaded.runs, found, shown, group_by),
+        *group_notes(loaded.runs, experiments, shown, group_by),
     ]
     spare = (*(one.key for one in (*others, *best)), "epochs_to_target", "n", "end_to_end_to_target_s")
     return Table("accuracy", "Accuracy and time to accuracy", columns, rows, notes, spare=spare)

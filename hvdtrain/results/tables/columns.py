@@ -69,27 +69,31 @@ def score_columns(runs: pd.DataFrame, part: str = "test", names: Sequence[str] =
 # --- which settings to show -------------------------------------------------------------------------------------------
 
 
-def varying(found: Sequence[Group], first: Sequence[str] = ("strategy", "device", "hosts", "rate_mbit")) -> list[str]:
+def varying(
+    experiments: Sequence[Group], first: Sequence[str] = ("strategy", "device", "hosts", "rate_mbit")
+) -> list[str]:
     """The settings that differ between the groups, and always hosts; without those that follow from others."""
-    different = groups.varying(found)
+    different = groups.varying(experiments)
     always = [name for name in first if name in different or name == "hosts"]
     others = [name for name in different if name not in always]
     if "global_batch" not in others and "rank_batch" in others:
         others.remove("rank_batch")  # follows from the number of ranks
     if "backend" in others:
-        single = all(group.key["hosts"] == 1 for group in found if group.key["backend"] == "none")
-        pairs = {(group.key["strategy"], group.key["backend"]) for group in found if group.key["backend"] != "none"}
+        single = all(group.key["hosts"] == 1 for group in experiments if group.key["backend"] == "none")
+        pairs = {
+            (group.key["strategy"], group.key["backend"]) for group in experiments if group.key["backend"] != "none"
+        }
         if single and len(pairs) == len({strategy for strategy, _ in pairs}):
             others.remove("backend")  # a single process needs none, and each strategy has its own
     for name in ("launcher", "fill"):  # shown only if nothing else distinguishes the groups
         rest = [other for other in (*always, *others) if other != name]
-        keys = {json.dumps([group.value(other) for other in rest]) for group in found}
-        if name in others and len(keys) == len(found):
+        keys = {json.dumps([group.value(other) for other in rest]) for group in experiments}
+        if name in others and len(keys) == len(experiments):
             others.remove(name)
     return [*always, *others]
 
 
-def ordered(found: Sequence[Group]) -> list[Group]:
+def ordered(experiments: Sequence[Group]) -> list[Group]:
     """Sorts groups by workload, framework, strategy and device, single hosts first, then by rate and hosts."""
 
     def place(group: Group) -> tuple[Any, ...]:
@@ -97,49 +101,49 @@ def ordered(found: Sequence[Group]) -> list[Group]:
         names = tuple(str(group.key.get(name)) for name in ("workload", "framework", "strategy", "device"))
         return (*names, hosts > 1, rate is None, rate or 0, hosts)
 
-    return sorted(found, key=place)
+    return sorted(experiments, key=place)
 
 
 def grouped(runs: pd.DataFrame, group_by: Sequence[str] | None) -> tuple[list[Group], list[str]]:
     """The groups of the runs that count, in order, and the settings to show."""
-    found = ordered(groups.by(groups.usable(runs), group_by or GROUP))
-    return found, list(group_by) if group_by else varying(found)
+    experiments = ordered(groups.by(groups.usable(runs), group_by or GROUP))
+    return experiments, list(group_by) if group_by else varying(experiments)
 
 
 # --- notes ------------------------------------------------------------------------------------------------------------
 
 
 def group_notes(
-    runs: pd.DataFrame, found: Sequence[Group], shown: Sequence[str], by: Sequence[str] | None
+    runs: pd.DataFrame, experiments: Sequence[Group], shown: Sequence[str], by: Sequence[str] | None
 ) -> list[str]:
     """Notes on the settings of all groups, on groups that mix experiments, and on the runs that do not count."""
-    return [*common(found, shown), *_mixed(found, by), *left_out(runs)]
+    return [*common(experiments, shown), *_mixed(experiments, by), *left_out(runs)]
 
 
-def common(found: Sequence[Group], shown: Sequence[str]) -> list[str]:
+def common(experiments: Sequence[Group], shown: Sequence[str]) -> list[str]:
     """Notes on the settings that are equal in all groups, and on processors that are not."""
-    if not found:
+    if not experiments:
         return []
     skipped = {*shown, "settings", "data_fingerprint", "ranks_per_host" if "hosts" in shown else ""}
     facts = [
         f"{columns.label(name)} {short(name, value):{',' if name in ('parameters', 'train_samples') else ''}}"
-        for name, value in found[0].key.items()
-        if name not in skipped and value is not None and all(group.key[name] == value for group in found)
+        for name, value in experiments[0].key.items()
+        if name not in skipped and value is not None and all(group.key[name] == value for group in experiments)
     ]
-    return ([f"equal in all groups: {', '.join(facts)}"] if facts else []) + processors(found)
+    return ([f"equal in all groups: {', '.join(facts)}"] if facts else []) + processors(experiments)
 
 
-def processors(found: Sequence[Group]) -> list[str]:
+def processors(experiments: Sequence[Group]) -> list[str]:
     """A warning if the runs used different processors."""
-    names = sorted({name for group in found for name in group.values("processor")})
+    names = sorted({name for group in experiments for name in group.values("processor")})
     return [f"warning: the runs used different processors: {'; '.join(names)}"] if len(names) > 1 else []
 
 
-def _mixed(found: Sequence[Group], group_by: Sequence[str] | None) -> list[str]:
+def _mixed(experiments: Sequence[Group], group_by: Sequence[str] | None) -> list[str]:
     """A warning if the user's grouping averages over different experiments."""
     inside = {
         name
-        for group in found
+        for group in experiments
         for name in set(GROUP) - set(group_by or GROUP)
         if len({None if groups.is_missing(value) else value for value in group.column(name)}) > 1
     }

@@ -67,18 +67,18 @@ def pairs(before: Loaded, after: Loaded) -> list[tuple[Group, Group]]:
             what = f"{roots[0]} and {roots[1]} differ in {describe(a[0], b[0], names)}"
             raise Failure(f"nothing to compare: {what}", exits.BAD_DATA)
         return [(a[0], b[0])]
-    found = []
+    matched = []
     for group in a:
         fitting = [other for other in b if not _different(group, other)]
         exact = [other for other in fitting if other.key == group.key]
         if len(fitting) == 1 or exact:
-            found.append((group, (exact or fitting)[0]))
-    if not found:
+            matched.append((group, (exact or fitting)[0]))
+    if not matched:
         what = f"{roots[0]} has {len(a)} groups of complete runs and {roots[1]} has {len(b)}, but they share none"
         near = min(((x, y) for x in a for y in b), key=lambda pair: len(_different(*pair)), default=None)
         more = f"; the most similar groups differ in {describe(*near, _different(*near))}" if near else ""
         raise Failure(f"nothing to compare: {what}{more}; hint: see `hvdtrain results table`", exits.BAD_DATA)
-    return found
+    return matched
 
 
 def _different(a: Group, b: Group) -> list[str]:
@@ -90,8 +90,8 @@ def _different(a: Group, b: Group) -> list[str]:
 
 def compare(before: Loaded, after: Loaded, threshold: float) -> tuple[Table, bool]:
     """The table, and whether anything is worse. Raises Failure (65) if nothing can be compared."""
-    found = pairs(before, after)
-    shown = varying([a for a, _ in found])
+    compared = pairs(before, after)
+    shown = varying([a for a, _ in compared])
     both = pd.concat([before.runs, after.runs])
     known, figures = scores.of(both), [(FIGURES[name], less) for name, less in LESS_IS_BETTER.items()]
     primary = scores.primary(both)
@@ -99,7 +99,7 @@ def compare(before: Loaded, after: Loaded, threshold: float) -> tuple[Table, boo
         figures.append((column, not known[name].higher_is_better))
     signed = {f"test_{name}" for name in primary if known[name].higher_is_better is None}
     rows = []
-    for a, b in found:
+    for a, b in compared:
         for column, less in figures:
             old, new = a.statistic(column.key), b.statistic(column.key)
             if old is None or new is None:
@@ -121,9 +121,9 @@ def compare(before: Loaded, after: Loaded, threshold: float) -> tuple[Table, boo
         f"B compared with A: {', '.join(f'{count} {verdict}' for verdict, count in counts.items() if count)}",
         f"worse: by more than {100 * threshold:g} %, and the 95 % interval of the difference of the means (Welch) "
         "excludes 0; unclear: by more, but within the spread; single run: no spread, so the threshold decides",
-        *_differences(found),
-        *processors([group for pair in found for group in pair]),
-        *_unpaired(before, after, found),
+        *_differences(compared),
+        *processors([group for pair in compared for group in pair]),
+        *_unpaired(before, after, compared),
         *left_out(before.runs),
         *left_out(after.runs),
     ]
@@ -134,20 +134,20 @@ def _names(loaded: Loaded) -> str:
     return ", ".join(map(str, loaded.roots))
 
 
-def _differences(found: Sequence[tuple[Group, Group]]) -> list[str]:
+def _differences(compared: Sequence[tuple[Group, Group]]) -> list[str]:
     """Notes on the settings in which compared groups differ."""
-    names = sorted({name for pair in found for name in _different(*pair)})
+    names = sorted({name for pair in compared for name in _different(*pair)})
     notes = [f"warning: A and B differ in {', '.join(map(label, names))}"] if names else []
-    missing = sorted({name for a, b in found for name in unrecorded(a, b, CHOSEN)})
+    missing = sorted({name for a, b in compared for name in unrecorded(a, b, CHOSEN)})
     if missing:
         notes.append(f"warning: recorded on one side only, and assumed equal: {', '.join(map(label, missing))}")
     return notes
 
 
-def _unpaired(before: Loaded, after: Loaded, found: Sequence[tuple[Group, Group]]) -> list[str]:
+def _unpaired(before: Loaded, after: Loaded, compared: Sequence[tuple[Group, Group]]) -> list[str]:
     notes = []
     for place, (side, loaded) in enumerate((("A", before), ("B", after))):
-        paired = len({id(pair[place]) for pair in found})
+        paired = len({id(pair[place]) for pair in compared})
         if more := len(groups.by(groups.usable(loaded.runs))) - paired:
             notes.append(f"groups in {side} only: {more}")
     return notes

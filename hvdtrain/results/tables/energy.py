@@ -68,14 +68,14 @@ def energies(loaded: Loaded) -> list[Energy]:
     return [of(group) for group in ordered(groups.by(groups.usable(loaded.runs))) if group.values("energy_j")]
 
 
-def choose_baseline(found: Sequence[Energy], baseline: Baseline | None) -> Energy:
+def choose_baseline(measured: Sequence[Energy], baseline: Baseline | None) -> Energy:
     """The group that the user selects; by default the one with the fewest ranks, preferably on a GPU.
 
     Raises Failure (2) if the user selects no group, or several.
     """
     if baseline is None:
-        return min(found, key=_size)
-    fitting = [each for each in found if baseline.test(each.group)]
+        return min(measured, key=_size)
+    fitting = [each for each in measured if baseline.test(each.group)]
     if len(fitting) != 1:
         names = ", ".join(groups.varying([each.group for each in fitting]))
         what = f"{len(fitting)} groups, which differ in {names}" if fitting else "no group with energy"
@@ -90,18 +90,18 @@ def _size(each: Energy) -> tuple[bool, float, bool]:
 
 def tables(loaded: Loaded, baseline: Baseline | None = None) -> list[Table]:
     """A row for each group, and a second table by device. Raises Failure (2) for a bad baseline."""
-    found = energies(loaded)
+    measured = energies(loaded)
     notes = [*_absent(loaded), *left_out(loaded.runs, timing=False)]
-    if not found:
+    if not measured:
         note = "no complete run has its energy measured; hint: train with --monitor power on a machine with sensors"
         return [Table("energy", "Energy", [], [], [note, *notes])]
-    base = choose_baseline(found, baseline)
-    shown = varying([each.group for each in found])
-    unit, scale = _unit([each.figures["energy_j"].mean for each in found])
+    base = choose_baseline(measured, baseline)
+    shown = varying([each.group for each in measured])
+    unit, scale = _unit([each.figures["energy_j"].mean for each in measured])
     freed = baseline.names if baseline else frozenset()
     rows = []
     refused = []
-    for each in found:
+    for each in measured:
         names = [name for name in obstacles(each.group, base.group, DEVICES) if name not in freed]
         edp = {name: None if names else _relative(each, base, f"{name}_js") for name in ("edp_used", "edp")}
         rows.append(key_cells(each.group, shown) | each.figures | edp)
@@ -126,12 +126,12 @@ def tables(loaded: Loaded, baseline: Baseline | None = None) -> list[Table]:
         f"baseline: {_words(base.group, shown)}",
         *refused,
         "end to end: of timing runs, or else of energy runs; samples: training samples per joule of all devices",
-        *_resumed(found),
-        *common([each.group for each in found], shown),
+        *_resumed(measured),
+        *common([each.group for each in measured], shown),
         *notes,
     ]
     table = Table("energy", "Energy and energy-delay product", columns, rows, notes, spare=SPARE)
-    return [table, _by_device(found, shown)]
+    return [table, _by_device(measured, shown)]
 
 
 def _relative(each: Energy, base: Energy, name: str) -> Interval | None:
@@ -163,18 +163,18 @@ def _absent(loaded: Loaded) -> list[str]:
     return notes[:5] + more
 
 
-def _resumed(found: Sequence[Energy]) -> list[str]:
-    count = sum(sum(map(bool, each.group.column("resumed"))) for each in found)
+def _resumed(measured: Sequence[Energy]) -> list[str]:
+    count = sum(sum(map(bool, each.group.column("resumed"))) for each in measured)
     return [f"{count} runs were resumed: their energy includes repeated steps, their times do not"] if count else []
 
 
-def _by_device(found: Sequence[Energy], shown: Sequence[str]) -> Table:
+def _by_device(measured: Sequence[Energy], shown: Sequence[str]) -> Table:
     rows = []
-    for each in found:
-        measured = [devices for devices in each.group.column("energy_by_device") if devices]
+    for each in measured:
+        runs = [devices for devices in each.group.column("energy_by_device") if devices]
         idle = {name for text in each.group.values("idle_devices") for name in text.split(",")}
-        for device in dict.fromkeys(name for devices in measured for name in devices):
-            joules = summary(devices[device] for devices in measured if device in devices)
+        for device in dict.fromkeys(name for devices in runs for name in devices):
+            joules = summary(devices[device] for devices in runs if device in devices)
             about = {"host_device": device, "use": "idle" if device in idle else "used", "energy_j": joules}
             rows.append(key_cells(each.group, shown) | about | {"n": joules.n if joules else 0})
     unit, scale = _unit([row["energy_j"].mean for row in rows])

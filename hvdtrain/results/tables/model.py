@@ -51,13 +51,13 @@ class Table:
 
     def sections(self) -> list[tuple[str, list[dict[str, Any]]]]:
         """The rows by section, in order; a single section without a name if the table has none."""
-        found: list[tuple[str, list[dict[str, Any]]]] = []
+        sections: list[tuple[str, list[dict[str, Any]]]] = []
         for row in self.rows:
             name = str(row.get(self.section)) if self.section else ""
-            if not found or found[-1][0] != name:
-                found.append((name, []))
-            found[-1][1].append(row)
-        return found
+            if not sections or sections[-1][0] != name:
+                sections.append((name, []))
+            sections[-1][1].append(row)
+        return sections
 
     def text(self) -> list[list[str]]:
         """The cells as printed."""

@@ -46,37 +46,37 @@ def listing(loaded: Loaded) -> Table:
 def overview(loaded: Loaded, group_by: Sequence[str] | None = None) -> Table:
     """The main measurements of each group of repeats."""
     runs = groups.usable(loaded.runs)
-    found, shown = grouped(loaded.runs, group_by)
+    experiments, shown = grouped(loaded.runs, group_by)
     end_to_end = dataclasses.replace(FIGURES["end_to_end_s"], spread=False)  # to fit a terminal
     figures = [FIGURES["train_s"], end_to_end, FIGURES["samples_per_s"], FIGURES["communication_share"]]
     figures += score_columns(runs)
     if runs["energy_j"].notna().any():
         figures.append(FIGURES["energy_j"])
-    rows = [cells(group, shown, figures) for group in found]
+    rows = [cells(group, shown, figures) for group in experiments]
     columns = [key_column(name) for name in shown] + [N, *figures]
     notes = [
         SPREAD_NOTE,
-        *group_notes(loaded.runs, found, shown, group_by),
+        *group_notes(loaded.runs, experiments, shown, group_by),
         "train: training phase; end to end: with validation, test and checkpoints; waiting for exchange: share of a "
         "step that rank 0 waits after backward",
     ]
     spare = ("end_to_end_s", "communication_share", "n", "samples_per_s")
-    return Table("table", f"{len(found)} groups of runs", columns, rows, notes, spare=spare)
+    return Table("table", f"{len(experiments)} groups of runs", columns, rows, notes, spare=spare)
 
 
 def phases(loaded: Loaded, group_by: Sequence[str] | None = None) -> Table:
     """The phases of a run, and the parts of a step."""
-    found, shown = grouped(loaded.runs, group_by)
+    experiments, shown = grouped(loaded.runs, group_by)
     names = ("train_s", "validation_s", "test_s", "checkpoint_s", "data_s", "compute_s", "communication_s")
     figures = [FIGURES[name] for name in names]
-    rows = [cells(group, shown, figures) | {"n": len(group.values("train_s"))} for group in found]
+    rows = [cells(group, shown, figures) | {"n": len(group.values("train_s"))} for group in experiments]
     columns = [key_column(name) for name in shown] + [N, *figures]
     notes = [
         SPREAD_NOTE,
         "train, validation, test, checkpoint: seconds per run, without loading and initialisation (MLPerf's rule)",
         "data, compute, exchange: milliseconds per step of rank 0, without warm-up; data and exchange are waiting "
         "times. Communication that backward hides counts as compute. -: the framework cannot separate them",
-        *group_notes(loaded.runs, found, shown, group_by),
+        *group_notes(loaded.runs, experiments, shown, group_by),
     ]
     spare = ("n", "checkpoint_s", "test_s", "validation_s", "data_s")
     return Table("phases", "Where the time goes", columns, rows, notes, spare=spare)
@@ -126,14 +126,14 @@ def run_epochs(loaded: Loaded) -> Table:
     table = Table("epochs", "Epochs", columns, [], spare=("elapsed_s", "train_loss"))
     run_dir = str(loaded.runs.iloc[0]["run_dir"])
     try:
-        found = frame.epochs(run_dir)
+        epochs = frame.epochs(run_dir)
     except Failure as failure:
         loaded.problems.append(Problem(run_dir, None, str(failure)))
         return table
     for part in ("validation", "train"):
-        names = [name for name in scores.shown(loaded.runs) if f"{part}_{name}" in found]
+        names = [name for name in scores.shown(loaded.runs) if f"{part}_{name}" in epochs]
         table.columns[2:2] = score_columns(loaded.runs, part, names) if names else []
-    for values in found.to_dict("records"):
+    for values in epochs.to_dict("records"):
         row = {str(name): None if groups.is_missing(value) else value for name, value in values.items()}
         table.rows.append(row | {"epoch": int(values["epoch"]) + 1})
     table.notes = ["elapsed: training, validation and checkpoints until the end of the epoch's validation"]

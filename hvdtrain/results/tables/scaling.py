@@ -40,9 +40,9 @@ NOTES = (
 
 def table(loaded: Loaded, count: Count | None = None, baseline: Baseline | None = None) -> Table:
     """A section for each curve in ascending order from its baseline, with its conclusion. Raises Failure (2)."""
-    found = groups.by(groups.usable(loaded.runs))
-    count = count or scaling.what_varies(found)
-    rows = scaling.rows(found, count, baseline)
+    experiments = groups.by(groups.usable(loaded.runs))
+    count = count or scaling.what_varies(experiments)
+    rows = scaling.rows(experiments, count, baseline)
     curves = [list(curve) for _, curve in itertools.groupby(rows, key=lambda row: row.curve)]
     columns = [
         Column("count", count),
@@ -58,7 +58,9 @@ def table(loaded: Loaded, count: Count | None = None, baseline: Baseline | None 
     for title, curve in zip(_titles(curves, count), curves, strict=True):
         made.rows += [_cells(row, title) for row in curve]
         alone = len(curve) == 1 and curve[0].count and curve[0].group.values("train_s")
-        made.readings[title] = why_alone(curve[0].group, found, count, baseline) if alone else reading(curve, count)
+        made.readings[title] = (
+            why_alone(curve[0].group, experiments, count, baseline) if alone else reading(curve, count)
+        )
     kinds = {curve[-1].kind for curve in curves if len(curve) > 1}
     made.notes = [SPREAD_NOTE, *NOTES, *(note for kind, note in EFFICIENCY.items() if kind in kinds)]
     if any(row.speedup is None and row.train_s and row.group is not row.baseline for row in rows):
@@ -66,9 +68,9 @@ def table(loaded: Loaded, count: Count | None = None, baseline: Baseline | None 
     if names := sorted({name for row in rows for name in unrecorded(row.group, row.baseline, MUST[count])}):
         which = ", ".join(map(label, names))
         made.notes.append(f"warning: some runs did not record {which}, which is assumed equal to the baseline's")
-    made.notes += [*common(found, ["hosts"]), *left_out(loaded.runs)]
+    made.notes += [*common(experiments, ["hosts"]), *left_out(loaded.runs)]
     lonely = count == "hosts" and any(len(curve) == 1 for curve in curves)
-    if lonely and len({group.key["ranks_per_host"] for group in found}) > 1:
+    if lonely and len({group.key["ranks_per_host"] for group in experiments}) > 1:
         made.notes.append("use --count ranks to compare runs with different ranks on the same hosts")
     return made
 
@@ -97,12 +99,12 @@ def rate_words(mbit: float | None) -> str:
     return "no throttle" if mbit is None or math.isnan(mbit) else f"{mbit:g} Mbit/s"
 
 
-def settings_of(found: Sequence[Group], skip: Sequence[str] = ()) -> list[list[str]]:
+def settings_of(experiments: Sequence[Group], skip: Sequence[str] = ()) -> list[list[str]]:
     """For each group, the settings that differ between the groups, as `threads per rank 2`; without hosts and rate,
     strategy and framework, and `skip`."""
     shown = ("hosts", "ranks_per_host", "rate_mbit", "strategy", "framework", *skip)
-    names = [name for name in varying(found) if name not in shown]
-    cells = [key_cells(group, names) for group in found]
+    names = [name for name in varying(experiments) if name not in shown]
+    cells = [key_cells(group, names) for group in experiments]
     return [[f"{label(name)} {value}" for name, value in each.items() if value is not None] for each in cells]
 
 
@@ -182,39 +184,24 @@ def reading(curve: Sequence[Row], count: Count) -> str:
 
 
 def suspicion(doubted: Sequence[Row], count: Count) -> str:
-    """Possible causes of an efficiency above 100 %. Causes that the records support come first."""
-    base = doubted[0].baseline
-    kind, n, efficiency = max(
-        ((row.kind, row.count, row.efficiency.mean) for row in doubted if row.efficiency), key=lambda each: each[2]
-    )
-    times = base.values("train_s")
-    cores, threads = base.key["cores"], (base.key["threads"] or 0) * (base.key["ranks_per_host"] or 0)
-    causes = {
-        "more threads than cores, which spin while they wait": (
-            f"{threads:g} threads on {cores:g} cores" if cores and threads > cores else ""
-        ),
-        "a machine that was busy during the baseline": (
-            f"its runs took {min(times):.3g} to {max(times):.3g} s" if max(times) > 1.2 * min(times) else ""
-        ),
-        "hosts of unequal speed": "",
-    }
-    if kind == "strong":
-        causes["a smaller batch per rank, which fits the cache"] = ""
-    listed = [f"{cause} (here: {seen})" for cause, seen in causes.items() if seen]
-    listed += [cause for cause, seen in causes.items() if not seen]
+    """A warning about efficiencies above 100 %, with the likely causes."""
+    efficiency, n = max((row.efficiency.mean, row.count) for row in doubted if row.efficiency)
+    times = doubted[0].baseline.values("train_s")
     return (
         f"Suspect: an efficiency of {100 * efficiency:.0f} % with {many(n, count)} is more than sharing the work can "
-        f"explain (the limit is {100 * MOST_EFFICIENCY:.0f} %). Likely causes: {'; '.join(listed)}. Repeat the "
-        "baseline on a quiet machine."
+        f"explain (the limit is {100 * MOST_EFFICIENCY:.0f} %). Likely causes: a machine that was busy during the "
+        f"baseline (its runs took {min(times):.3g} to {max(times):.3g} s); more threads than cores, which spin while "
+        "they wait; hosts of unequal speed; with an equal global batch, a smaller batch per rank that fits the cache. "
+        "Repeat the baseline on a quiet machine."
     )
 
 
 def _change(before: Group, after: Group) -> str:
     """slower, faster, or unclear if the 95 % interval of the ratio of the times contains 1."""
-    found = ratio(after.statistic("train_s"), before.statistic("train_s"))
-    if found is None:
+    change = ratio(after.statistic("train_s"), before.statistic("train_s"))
+    if change is None:
         return "unclear"
-    low, high = found.span or (found.mean, found.mean)  # single runs have no interval
+    low, high = change.span or (change.mean, change.mean)  # single runs have no interval
     return "slower" if low > 1 else "faster" if high < 1 else "unclear"
 
 

@@ -83,14 +83,14 @@ def table(loaded: Loaded, target: float = 0.95, best: bool = False) -> Table:
     """
     same = tuple(name for name in ALIKE if not best or name not in TUNED)
     final, percent = score_columns(loaded.runs), scores.target(loaded.runs, target)
-    found = [group for group in groups.by(groups.usable(loaded.runs)) if group.key["hosts"]]
-    measured = {id(group): _measure(group, target, final, loaded.problems) for group in found}
-    shown = [name for name in varying(found) if name not in ("strategy", "rate_mbit", "launcher")]
-    found = _fastest(found, measured, same) if best else found
-    single = [group for group in found if group.key["hosts"] == 1]
+    experiments = [group for group in groups.by(groups.usable(loaded.runs)) if group.key["hosts"]]
+    measured = {id(group): _measure(group, target, final, loaded.problems) for group in experiments}
+    shown = [name for name in varying(experiments) if name not in ("strategy", "rate_mbit", "launcher")]
+    experiments = _fastest(experiments, measured, same) if best else experiments
+    single = [group for group in experiments if group.key["hosts"] == 1]
     rows: list[dict[str, Any]] = []
     readings: dict[str, str] = {}
-    for title, members in _sections([group for group in found if group.key["hosts"] != 1], same):
+    for title, members in _sections([group for group in experiments if group.key["hosts"] != 1], same):
         bases = [group for group in single if not members or any(not differing(group, each, same) for each in members)]
         names = _names([*bases, *members])
         cells = [
@@ -109,13 +109,13 @@ def table(loaded: Loaded, target: float = 0.95, best: bool = False) -> Table:
     columns += [Column("reached", f"reached {percent}"), *FIGURE_COLUMNS]
     columns += [dataclasses.replace(one, label=one.label.replace("test", "final", 1)) for one in final]
     notes = [SPREAD_NOTE, *([BEST_NOTE] if best else []), *NOTES]
-    notes += [*common(found, [*shown, "strategy", "rate_mbit", "launcher"]), *left_out(loaded.runs)]
+    notes += [*common(experiments, [*shown, "strategy", "rate_mbit", "launcher"]), *left_out(loaded.runs)]
     spare = (*SPARE, *(one.key for one in final))
     title = f"Strategies: time to {percent}{', each at its best' if best else ''}"
     return Table("strategies", title, columns, rows, notes, "rate", readings, spare)
 
 
-def _fastest(found: Sequence[Group], measured: Measured, same: Sequence[str]) -> list[Group]:
+def _fastest(experiments: Sequence[Group], measured: Measured, same: Sequence[str]) -> list[Group]:
     """For each strategy and rate, the fastest to the target of the groups that agree in `same`."""
 
     def lateness(group: Group) -> tuple[bool, float]:
@@ -123,7 +123,7 @@ def _fastest(found: Sequence[Group], measured: Measured, same: Sequence[str]) ->
         return (time is None or time.n < timed, math.inf if time is None else time.mean)
 
     rows: dict[Any, list[Group]] = {}
-    for group in found:
+    for group in experiments:
         key = tuple(group.key[name] for name in ("hosts", "rate_mbit", "strategy", "launcher", "fill"))
         rows.setdefault(key, []).append(group)
     return [min(members, key=lateness) for row in rows.values() for members in classes(row, same)]
@@ -132,7 +132,7 @@ def _fastest(found: Sequence[Group], measured: Measured, same: Sequence[str]) ->
 def _sections(several: Sequence[Group], same: Sequence[str]) -> list[tuple[str, list[Group]]]:
     """(title, groups on several hosts) by rate, and by other settings that forbid a comparison; at least one."""
     rates = sorted({group.key["rate_mbit"] for group in several}, key=lambda rate: (rate is None, rate or 0))
-    found = []
+    sections = []
     for rate in rates or [None]:
         sets = classes([group for group in several if group.key["rate_mbit"] == rate], same)
         first = [members[0] for members in sets]
@@ -140,8 +140,8 @@ def _sections(several: Sequence[Group], same: Sequence[str]) -> list[tuple[str, 
         for members in sets or [[]]:
             cells = key_cells(members[0], names) if members else {}
             words = [f"{label(name)} {value}" for name, value in cells.items()]
-            found.append((", ".join([rate_words(rate), *words]), members))
-    return found
+            sections.append((", ".join([rate_words(rate), *words]), members))
+    return sections
 
 
 def reading(ordered: Sequence[dict[str, Any]], target: str) -> str:
@@ -163,18 +163,18 @@ def time_to_target(row: dict[str, Any]) -> float:
     return math.inf if time is None else float(time.mean)
 
 
-def _names(found: Sequence[Group]) -> dict[int, str]:
+def _names(experiments: Sequence[Group]) -> dict[int, str]:
     """The strategies' names, followed by the launcher if it alone distinguishes them."""
 
     def others(group: Group) -> tuple[Any, ...]:
         return tuple(group.key[name] for name in group.key if name not in ("launcher", "settings"))
 
-    times = Counter(map(others, found))
+    times = Counter(map(others, experiments))
     return {
         id(group): f"{group.key['strategy']} ({group.key['launcher']})"
         if group.key["launcher"] and times[others(group)] > 1
         else str(group.key["strategy"])
-        for group in found
+        for group in experiments
     }
 
 

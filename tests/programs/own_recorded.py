@@ -1,4 +1,4 @@
-"""A user's small training script, which tells what it can; used by test_own_record.py.
+"""A small training script of a user, which logs its values; used by test_own_record.py.
 
 own_recorded.py [--seed N] [--quiet] [--end STATEMENTS]
 """

@@ -149,8 +149,8 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
 
     def logs(self) -> str:
         """The last lines of every log."""
-        found = sorted([*self.folder.glob("*.log"), *self.folder.glob("*.out")])
-        return "\n".join(f"== {path.name}\n" + "\n".join(_lines(path)[-15:]) for path in found)
+        files = sorted([*self.folder.glob("*.log"), *self.folder.glob("*.out")])
+        return "\n".join(f"== {path.name}\n" + "\n".join(_lines(path)[-15:]) for path in files)
 
     # --- commands of users -------------------------------------------------------------------------------------------
 
@@ -228,11 +228,11 @@ def slurm(folder: Path, *, name: str, nodes: str = "a,b") -> Iterator[SlurmClust
     )
     lifecycle.up(cluster)
     try:
-        made = SlurmCluster(cluster, folder)
+        daemons = SlurmCluster(cluster, folder)
         try:
-            made.start()
-            yield made
+            daemons.start()
+            yield daemons
         finally:
-            made.stop()
+            daemons.stop()
     finally:
         lifecycle.down(name)

@@ -257,9 +257,9 @@ def test_mistakes_on_a_cluster_are_one_line(cluster: Cluster, words: tuple[str, 
 @pytest.mark.root
 def test_status_shows_a_broken_link(cluster: Cluster) -> None:
     def hosts_now() -> dict[str, dict[str, object]]:
-        found = json.loads(cluster.run("status", "--json").stdout)
-        assert found["schema"] == "hvdtrain/cluster/1"
-        return {host["host"]: host for host in found["hosts"]}
+        listed = json.loads(cluster.run("status", "--json").stdout)
+        assert listed["schema"] == "hvdtrain/cluster/1"
+        return {host["host"]: host for host in listed["hosts"]}
 
     assert all(host["sshd"] and host["link_up"] and host["processes"] == 1 for host in hosts_now().values())
     port = ["ip", "-n", f"hvd-{cluster.name}-b", "link", "set", "eth0"]
@@ -287,49 +287,49 @@ def test_horovodrun_trains_on_two_hosts(cluster: Cluster, tmp_path: Path) -> Non
 @pytest.mark.root
 def test_hosts_are_limited_to_their_share_and_cores() -> None:
     """The control groups also limit processes that ssh starts."""
-    made = Cluster(f"t{secrets.token_hex(3)}")
+    lab = Cluster(f"t{secrets.token_hex(3)}")
     program = "import os; from hvdtrain.system import cgroup; print(cgroup.limit().cores, *os.sched_getaffinity(0))"
     python = shlex.join([sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {program}"])
     try:
-        done = made.run("up", "--hosts", "a", "--cpu-share", "0.25", "--cpus", "0")
+        done = lab.run("up", "--hosts", "a", "--cpu-share", "0.25", "--cpus", "0")
         assert done.returncode == 0, done.stderr
         for words in (["sh", "-c", python], ["ssh", "a", python]):
-            assert made.on("a", *words).stdout.split() == ["0.25", "0"]
+            assert lab.on("a", *words).stdout.split() == ["0.25", "0"]
     finally:
-        assert made.run("down").returncode == 0
-    assert not virtual.cgroup(made.name).exists()
+        assert lab.run("down").returncode == 0
+    assert not virtual.cgroup(lab.name).exists()
 
 
 @pytest.mark.root
 def test_the_kernel_has_the_rates_of_a_topology_file() -> None:
-    made = Cluster(f"t{secrets.token_hex(3)}")
+    lab = Cluster(f"t{secrets.token_hex(3)}")
     try:
-        done = made.run("up", "--topology", "hostfiles/adsl.toml")
+        done = lab.run("up", "--topology", "hostfiles/adsl.toml")
         assert done.returncode == 0, done.stderr
-        found = json.loads(made.run("status", "--json").stdout)["hosts"]
-        rates = {host["host"]: (host["rates_set"]["up_mbit"], host["rates_set"]["down_mbit"]) for host in found}
+        listed = json.loads(lab.run("status", "--json").stdout)["hosts"]
+        rates = {host["host"]: (host["rates_set"]["up_mbit"], host["rates_set"]["down_mbit"]) for host in listed}
         assert rates == {"desk1": (1000, 1000), "desk2": (1000, 1000), "laptop": (1, 16)}
-        assert [host["rates_asked"] for host in found] == [host["rates_set"] for host in found]
-        assert [(host["slots"], host["cpu_share"]) for host in found] == [(2, None), (2, None), (1, 0.5)]
+        assert [host["rates_asked"] for host in listed] == [host["rates_set"] for host in listed]
+        assert [(host["slots"], host["cpu_share"]) for host in listed] == [(2, None), (2, None), (1, 0.5)]
     finally:
-        assert made.run("down").returncode == 0
+        assert lab.run("down").returncode == 0
 
 
 @pytest.mark.root
 def test_two_clusters_coexist_and_leave_nothing() -> None:
     first, second = Cluster(f"t{secrets.token_hex(3)}"), Cluster(f"t{secrets.token_hex(3)}")
     try:
-        for made in (first, second):
-            assert made.run("up", "--hosts", "a,b").returncode == 0
+        for lab in (first, second):
+            assert lab.run("up", "--hosts", "a,b").returncode == 0
         unnamed = finished([ROOT / "tools" / "cluster.sh", "exec", "a", "--", "true"])
         assert (unnamed.returncode, "choose one with --name" in unnamed.stderr) == (2, True)
         assert first.run("down").returncode == 0
         assert second.on("a", "ssh", "b", "hostname").stdout == "b\n"
         assert footprint(first.name) == set()
     finally:
-        for made in (first, second):
-            assert made.run("down").returncode == 0
-            assert made.run("down").returncode == 0  # down is idempotent
+        for lab in (first, second):
+            assert lab.run("down").returncode == 0
+            assert lab.run("down").returncode == 0  # down is idempotent
     assert footprint(first.name) | footprint(second.name) == set()
 
 
@@ -338,28 +338,28 @@ def test_down_cleans_up_after_a_killed_command() -> None:
     """`up` or `down` is killed at a random moment, with or without its children. The next `down` leaves nothing."""
     draw = random.Random(1)
     for attempt in range(9):
-        made = Cluster(f"t{secrets.token_hex(3)}")
-        words = made.command("up", "--hosts", "a,b", "--cpu-share", "0.5")
+        lab = Cluster(f"t{secrets.token_hex(3)}")
+        words = lab.command("up", "--hosts", "a,b", "--cpu-share", "0.5")
         if attempt % 3 == 2:
             assert subprocess.run(words, env=environment(), stderr=subprocess.DEVNULL).returncode == 0
-            words = made.command("down")
+            words = lab.command("down")
         process = subprocess.Popen(words, env=environment(), stderr=subprocess.DEVNULL, start_new_session=True)
         time.sleep(draw.uniform(0.05, 0.8))
         os.killpg(process.pid, signal.SIGKILL) if attempt % 3 else process.kill()
         process.wait()
-        done = made.run("down")
+        done = lab.run("down")
         assert done.returncode == 0, done.stderr
-        assert footprint(made.name) == set()
+        assert footprint(lab.name) == set()
 
 
 @pytest.mark.root
 def test_down_ends_stopped_processes_and_those_that_ignore_signals() -> None:
-    made = Cluster(f"t{secrets.token_hex(3)}")
-    assert made.run("up", "--hosts", "a", "--cpu-share", "0.5").returncode == 0
+    lab = Cluster(f"t{secrets.token_hex(3)}")
+    assert lab.run("up", "--hosts", "a", "--cpu-share", "0.5").returncode == 0
     deaf = "trap '' TERM; echo ready; sleep 60; sleep 60"
     commands = [["sh", "-c", deaf], ["sh", "-c", "echo ready; sleep 60"], ["unshare", "--net", "sh", "-c", deaf]]
     sleepers = [
-        subprocess.Popen(made.command("exec", "a", "--", *words), env=environment(), stdout=subprocess.PIPE)
+        subprocess.Popen(lab.command("exec", "a", "--", *words), env=environment(), stdout=subprocess.PIPE)
         for words in commands
     ]
     try:
@@ -367,11 +367,11 @@ def test_down_ends_stopped_processes_and_those_that_ignore_signals() -> None:
             assert sleeper.stdout and sleeper.stdout.readline() == b"ready\n"
         sleepers[1].send_signal(signal.SIGSTOP)
     finally:
-        assert made.run("down").returncode == 0
+        assert lab.run("down").returncode == 0
     for sleeper in sleepers:
         assert sleeper.wait(LIMIT_S) < 0
         sleeper.stdout.close()  # type: ignore[union-attr]
-    assert footprint(made.name) == set()
+    assert footprint(lab.name) == set()
 
 
 @pytest.mark.root
@@ -379,24 +379,24 @@ def test_down_names_a_process_that_it_cannot_end() -> None:
     freezer = virtual.CGROUPS / "freezer"
     if not freezer.is_dir():
         pytest.skip("no cgroup v1 freezer here: nothing else keeps a process from SIGKILL")
-    made, frozen = Cluster(f"t{secrets.token_hex(3)}"), freezer / f"hvdtrain-test-{secrets.token_hex(3)}"
-    assert made.run("up", "--hosts", "a").returncode == 0
-    sleeper = subprocess.Popen(made.command("exec", "a", "--", "sleep", "60"), env=environment())
+    lab, frozen = Cluster(f"t{secrets.token_hex(3)}"), freezer / f"hvdtrain-test-{secrets.token_hex(3)}"
+    assert lab.run("up", "--hosts", "a").returncode == 0
+    sleeper = subprocess.Popen(lab.command("exec", "a", "--", "sleep", "60"), env=environment())
     frozen.mkdir()
     try:
         until(lambda: Path(f"/proc/{sleeper.pid}/comm").read_text() == "sleep\n")
         (frozen / "cgroup.procs").write_text(str(sleeper.pid))
         (frozen / "freezer.state").write_text("FROZEN")
         until(lambda: (frozen / "freezer.state").read_text() == "FROZEN\n")
-        done = made.run("down")
+        done = lab.run("down")
         assert (done.returncode, done.stderr.count("\n")) == (1, 1)
         assert f"{sleeper.pid} (sleep)" in done.stderr
     finally:
         (frozen / "freezer.state").write_text("THAWED")
-        assert made.run("down").returncode == 0
+        assert lab.run("down").returncode == 0
         assert sleeper.wait(LIMIT_S) < 0
         frozen.rmdir()
-    assert footprint(made.name) == set()
+    assert footprint(lab.name) == set()
 
 
 @pytest.fixture(autouse=True)
@@ -417,5 +417,5 @@ def footprint(name: str) -> set[str]:
     """Mounts, namespaces, control groups and files with the cluster's name."""
     spaces = Path("/run/netns").glob("hvd-*") if Path("/run/netns").is_dir() else ()
     paths = [*spaces, *virtual.cgroup("").glob("*"), *virtual.STATE.rglob("*")]
-    found = {*lifecycle.mounts(), *map(str, paths)}
-    return {path for path in found if re.search(rf"\b{name}\b", path)}
+    listed = {*lifecycle.mounts(), *map(str, paths)}
+    return {path for path in listed if re.search(rf"\b{name}\b", path)}

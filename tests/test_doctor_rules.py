@@ -94,10 +94,10 @@ def test_a_pair_that_looks_slow_or_uneven_is_measured_again_and_the_best_counts(
     monkeypatch.setattr(link_checks, "measure", lambda one, other, address: rates[one, address].pop(0))
     names = "abc"
     tried = {(one, other): [{"result": "open", "round_trip_ms": 0.2}] for one in names for other in names}
-    found: list[checks.Check] = []
-    link_checks.speeds({name: name for name in names}, {name: name for name in names}, tried, str, found.append)
+    results: list[checks.Check] = []
+    link_checks.speeds({name: name for name in names}, {name: name for name in names}, tried, str, results.append)
     assert not any(rates.values())
-    assert {check.where: (check.status, check.facts["there_mbit"], check.facts["back_mbit"]) for check in found} == {
+    assert {check.where: (check.status, check.facts["there_mbit"], check.facts["back_mbit"]) for check in results} == {
         "a <-> b": ("ok", 940.0, 930.0),
         "a <-> c": ("ok", 950.0, 910.0),
         "b <-> c": ("warn", 9.5, 9.6),
@@ -123,7 +123,7 @@ def test_the_clock_offset_is_that_of_the_quickest_answer() -> None:
         ("No ED25519 host key is known for b\nHost key verification failed.", "key is unknown"),
         ("me@b: Permission denied (publickey,password).", "requires a password"),
         ("kex_exchange_identification: read: Connection reset by peer", "before the login"),
-        ("sh: 1: exec: python3: not found", "no Python 3"),
+        ("sh: 1: exec: python3: not results", "no Python 3"),
         ("Bad owner or permissions on /home/me/.ssh/config", "Bad owner or permissions on /home/me/.ssh/config"),
     ],
 )

@@ -65,13 +65,13 @@ class Job:
 
     def left(self) -> list[str]:
         """The processes of this job: its folder is on their command line or in their environment."""
-        found = []
+        result = []
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 text = (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
                 if str(self.folder).encode() in text:
-                    found.append(f"{path.name} {(path / 'cmdline').read_bytes().decode()}")
-        return found
+                    result.append(f"{path.name} {(path / 'cmdline').read_bytes().decode()}")
+        return result
 
     def output(self) -> str:
         self._output.flush()
@@ -161,8 +161,8 @@ def test_stopped_ranks_and_killed_launchers_end_the_job(start: Callable[..., Job
         assert job.end() != 0, launcher
     for job, code in zip(stopped, (137, 1), strict=True):  # mpirun ends with its killed rank's code
         assert job.end() == code
-        (said,) = fault_messages(job.output())
-        assert f"rank 1 on {socket.gethostname()}: stopped" in said
+        (message,) = fault_messages(job.output())
+        assert f"rank 1 on {socket.gethostname()}: stopped" in message
 
 
 @pytest.mark.root
@@ -172,8 +172,8 @@ def test_a_killed_rank_ends_the_job_on_all_hosts(launcher: str, cluster: Cluster
     os.kill(job.ranks(3)[2], signal.SIGKILL)
     # The launch scripts turn Open MPI's 128 + 9 into 1.
     assert job.end() == (1 if "gloo" in launcher else 137)
-    (said,) = fault_messages(job.output())
-    assert "rank 2 on b died unexpectedly" in said
+    (message,) = fault_messages(job.output())
+    assert "rank 2 on b died unexpectedly" in message
 
 
 @pytest.mark.root
@@ -220,15 +220,15 @@ def test_a_cut_link_ends_jobs_but_an_interruption_and_a_slow_transfer_do_not(
         link(cluster, "down")
         for job, ranks in ((slow, "rank 1"), (fast, "ranks 1, 2")):
             assert job.end() == 1
-            (said,) = fault_messages(job.output())
-            assert f"host b ({ranks}): silent for {SILENCE_S:g} s" in said
+            (message,) = fault_messages(job.output())
+            assert f"host b ({ranks}): silent for {SILENCE_S:g} s" in message
     finally:
         link(cluster, "up")
 
 
 def datagrams(cluster: Cluster, way: str) -> list[int]:
     """The number of UDP datagrams that each host has sent or received. Only sentinels send any."""
-    found = []
+    result = []
     for host in "ab":
         words = ["ip", "netns", "exec", f"hvd-{cluster.name}-{host}", "cat", "/proc/net/snmp"]
         names, values = (
@@ -236,8 +236,8 @@ def datagrams(cluster: Cluster, way: str) -> list[int]:
             for line in subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()
             if line.startswith("Udp:")
         )
-        found.append(int(values[names.index(way)]))
-    return found
+        result.append(int(values[names.index(way)]))
+    return result
 
 
 @pytest.mark.root

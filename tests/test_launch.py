@@ -62,7 +62,7 @@ def test_a_gloo_transfer_of_a_full_buffer_fits_its_timeout() -> None:
 
 
 def network_bytes(link: Link, number: str) -> float:
-    """Bytes that one host's link carries in each direction per reduced byte, found by simulating the algorithm."""
+    """Bytes that one host's link carries in each direction per reduced byte, chosen by simulating the algorithm."""
     p, per = link.ranks, link.most_ranks
     if number == str(tuning.RING):
         return 2 * (p - 1) / p  # one rank of each host has its successor on another host
@@ -85,9 +85,9 @@ def test_the_algorithm_sends_the_least_over_the_network(hosts: int, per_host: in
 
 
 def test_one_host_gets_no_settings_for_a_network() -> None:
-    found = values(Link(hosts=1, ranks=2, most_ranks=2, cores=4, rate_bit_s=None))
-    assert not [name for name in found if "tcp" in name or "CYCLE" in name]
-    assert found["OMP_NUM_THREADS"] == "2"
+    chosen = values(Link(hosts=1, ranks=2, most_ranks=2, cores=4, rate_bit_s=None))
+    assert not [name for name in chosen if "tcp" in name or "CYCLE" in name]
+    assert chosen["OMP_NUM_THREADS"] == "2"
 
 
 @pytest.mark.parametrize(("rate", "matters"), [(10_000_000, False), (100_000_000, True), (None, True)])
@@ -418,12 +418,12 @@ def test_lost_hosts_do_not_answer(cluster: Cluster) -> None:
 def test_polling_ranks_sleep_on_a_host_with_a_cpu_quota() -> None:
     """Open MPI yields while it waits, and the library that the launcher preloads turns each yield into a sleep."""
     yields = "import os, resource as r; [os.sched_yield() for _ in range(100)]; print(r.getrusage(r.RUSAGE_SELF)[14])"
-    made = Cluster(f"q{secrets.token_hex(3)}")
-    assert made.run("up", "--hosts", "a,b", "--cpu-share", "0.5").returncode == 0
+    lab = Cluster(f"q{secrets.token_hex(3)}")
+    assert lab.run("up", "--hosts", "a,b", "--cpu-share", "0.5").returncode == 0
     try:
-        done = made.on("a", "launch/mpirun.sh", "-H", "a:1,b:1", sys.executable, "-c", yields)
+        done = lab.on("a", "launch/mpirun.sh", "-H", "a:1,b:1", sys.executable, "-c", yields)
     finally:
-        assert made.run("down").returncode == 0
+        assert lab.run("down").returncode == 0
     assert "LD_PRELOAD=" in done.stderr and "mpi_yield_when_idle=1" in done.stderr, done.stderr
     sleeps = [int(line) for line in done.stdout.split()]
     assert len(sleeps) == 2 and min(sleeps) >= 100, sleeps

@@ -136,7 +136,6 @@ def test_results_read_scripts_like_workloads(runs: Path, capsys: pytest.CaptureF
     )
     assert (table.loc["quiet", "strategy"], table.loc["quiet", "backend"]) == (TCP_STRATEGY, "tcp")
     assert 0 < table.loc["quiet", "bytes_per_step"] < table.loc["two", "bytes_per_step"]
-    assert table.loc["failed", "bytes_per_step"] == 0, "a single rank sends nothing"
     missing = ["data_s", "test_s", "checkpoint_s", "test_score", "train_samples"]
     assert table[missing].isna().all(axis=None)
     assert table.loc["quiet", ["samples_per_s", "global_batch", "epochs", "primary_metric"]].isna().all()

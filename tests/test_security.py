@@ -90,11 +90,11 @@ def test_recorded_handshakes_cannot_be_reused() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     rank0, rank1 = (auth.Party(secret, b"tcp", number) for number in (0, 1))
-    found: list[dict[int, socket.socket]] = []
+    accepted: list[dict[int, socket.socket]] = []
 
     def accept(patience_s: float) -> threading.Thread:
-        found.clear()
-        thread = threading.Thread(target=lambda: found.append(auth.accept(listener, rank0, {1}, patience_s)))
+        accepted.clear()
+        thread = threading.Thread(target=lambda: accepted.append(auth.accept(listener, rank0, {1}, patience_s)))
         thread.start()
         return thread
 
@@ -114,8 +114,8 @@ def test_recorded_handshakes_cannot_be_reused() -> None:
             near.sendall(link_probe.exactly(far, 1))
             joining.join(10)
             accepting.join(10)
-    assert list(found[0]) == [1], "a relay is not noticed: SECURITY.md says so"
-    found[0][1].close()
+    assert list(accepted[0]) == [1], "a relay is not noticed: SECURITY.md says so"
+    accepted[0][1].close()
     accepting = accept(1.5)
     for proof in (heard[1], answer[auth.NONCE_BYTES :], bytes(auth.CODE_BYTES)):
         assert handshake(port, rank1, 0, [heard[0], proof]) == b""
@@ -126,7 +126,7 @@ def test_recorded_handshakes_cannot_be_reused() -> None:
         auth.connect("127.0.0.1", port, rank1, 5, 0.3)
     accepting.join(10)
     listener.close()
-    assert found == [{}]
+    assert accepted == [{}]
 
 
 # --- the sentinel ---------------------------------------------------------------------------------------------------
@@ -234,10 +234,10 @@ def test_a_local_flood_does_not_displace_a_ranks_report() -> None:
 
 
 def udp(address: str) -> socket.socket:
-    made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    made.bind((address, 0))
-    made.settimeout(0.3)
-    return made
+    bound = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    bound.bind((address, 0))
+    bound.settimeout(0.3)
+    return bound
 
 
 def test_a_flood_does_not_reach_the_queue_of_heartbeats() -> None:
@@ -265,11 +265,11 @@ def test_strangers_reach_only_the_decoy_of_a_shared_port() -> None:
         server.bind(decoy.getsockname())
         server.listen()
         for source, reached in 5 * [("127.0.0.1", server), ("127.0.0.2", decoy), ("127.0.0.3", server)]:
-            with socket.socket() as made:
-                made.settimeout(LIMIT_S), reached.settimeout(LIMIT_S)
-                made.bind((source, 0))
-                made.connect(decoy.getsockname())
-                assert reached.accept()[1] == made.getsockname()
+            with socket.socket() as connection:
+                connection.settimeout(LIMIT_S), reached.settimeout(LIMIT_S)
+                connection.bind((source, 0))
+                connection.connect(decoy.getsockname())
+                assert reached.accept()[1] == connection.getsockname()
 
     done = forked(program)
     assert done.returncode == 0, done.stderr
@@ -333,10 +333,10 @@ class OpenStore:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[OpenStore]:
     monkeypatch.setenv("HOME", str(tmp_path))
-    made = OpenStore()
-    yield made
-    made.server.stop()
-    http: Any = made.server._httpd
+    opened = OpenStore()
+    yield opened
+    opened.server.stop()
+    http: Any = opened.server._httpd
     http.server_close()
 
 
@@ -441,7 +441,7 @@ def test_strangers_do_not_stop_a_measurement() -> None:
         ):
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(messages)
-        found = link_probe.ask("127.0.0.1", port, 0.1, 0.2, sizes=[1000])
-        assert len(found["messages_s"]) == 1 and found["bit_s"] > 0
+        measured = link_probe.ask("127.0.0.1", port, 0.1, 0.2, sizes=[1000])
+        assert len(measured["messages_s"]) == 1 and measured["bit_s"] > 0
         server.join(10)
         assert not server.is_alive()

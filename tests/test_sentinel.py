@@ -84,21 +84,21 @@ class Sentinels:
 
 
 def udp() -> socket.socket:
-    made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    made.bind(("127.0.0.1", 0))
-    return made
+    bound = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    bound.bind(("127.0.0.1", 0))
+    return bound
 
 
 @pytest.fixture
 def sentinels() -> Iterator[Callable[..., Sentinels]]:
-    made: list[Sentinels] = []
+    created: list[Sentinels] = []
 
     def make(hosts: int, stall_limit_s: float = 0.0) -> Sentinels:
-        made.append(Sentinels(hosts, stall_limit_s))
-        return made[-1]
+        created.append(Sentinels(hosts, stall_limit_s))
+        return created[-1]
 
     yield make
-    for each in made:
+    for each in created:
         for sleeper in each.sleepers:
             sleeper.kill()
             sleeper.wait()
@@ -249,8 +249,8 @@ def test_messages_of_strangers_are_ignored(sentinels: Callable[[int], Sentinels]
     stranger = udp()
     for secret in (b"other", b""):
         stranger.sendto(auth.sign(secret, PURPOSE, json.dumps(message).encode()), job.doors[0].getsockname())
-    made = auth.sign(KEY, b"another purpose", json.dumps(message).encode())
-    for text in (made, json.dumps(message).encode(), b"\xff{", b"[" * 4096, b"", b"\0" * 65000):
+    forged = auth.sign(KEY, b"another purpose", json.dumps(message).encode())
+    for text in (forged, json.dumps(message).encode(), b"\xff{", b"[" * 4096, b"", b"\0" * 65000):
         stranger.sendto(text, job.doors[0].getsockname())
         stranger.sendto(text, job.words[0].getsockname())
     stranger.close()
@@ -295,10 +295,10 @@ def test_launchers_do_not_include_the_users_shell(tmp_path: Path) -> None:
         assert user.stdout is not None
         chain = launchers(int(user.stdout.readline()))
         user.stdout.close()
-        found = [process.name for process in chain]
+        names = [process.name for process in chain]
         assert user.pid not in [process.pid for process in chain]
-        assert found[0] == "sh"
-        assert len(found) in (2, 3), found  # the shell in between, mpirun, and the shell that only wraps it
+        assert names[0] == "sh"
+        assert len(names) in (2, 3), names  # the shell in between, mpirun, and the shell that only wraps it
         assert not any(process.gone() for process in chain)
     finally:
         os.killpg(user.pid, signal.SIGKILL)

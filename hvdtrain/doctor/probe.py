@@ -33,10 +33,10 @@ PORT_RANGES = ((1024, 32767), (32768, 60999), (61000, 65535))
 
 VERSIONS = """
 import importlib.metadata, importlib.util, json, pathlib, platform, sys
-found = {}
+packages = {}
 for name in sys.argv[1:]:
     try:
-        found[name] = importlib.metadata.version(name)
+        packages[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         pass
 sys.path.insert(0, "")  # where `python -m` looks first; all imports are done
@@ -45,7 +45,7 @@ def folder(name):
     return str(pathlib.Path(spec.origin).resolve().parent) if spec and spec.origin else None
 horovod = folder("horovod")
 built = sorted({p.parent.name for p in pathlib.Path(horovod).glob("*/mpi_lib*.so")}) if horovod else []
-print(json.dumps({"python": platform.python_version(), "prefix": sys.prefix, "packages": found,
+print(json.dumps({"python": platform.python_version(), "prefix": sys.prefix, "packages": packages,
                   "horovod_for": built, "code": folder("hvdtrain")}))
 """
 """Program for the environment's own Python: prints the installed packages without importing them."""

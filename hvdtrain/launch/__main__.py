@@ -126,27 +126,27 @@ class ShowRank(argparse.Action):
 
 def overridden(chosen: Sequence[Setting], options: argparse.Namespace, environment: Mapping[str, str]) -> list[Setting]:
     """Apply the user's values: from --set, --mca, -x NAME=VALUE and the environment."""
-    given = {}
+    values = {}
     for text in [*options.set, *(text for text in options.x if "=" in text)]:
         name, equals, value = text.partition("=")
         if not equals or not name.replace("_", "").isalnum():
             message = f"--set {text} is not NAME=VALUE"
             raise Failure(f"{message}; hint: write it as in --set HOROVOD_CYCLE_TIME=5", exits.USAGE)
-        given[name] = value
+        values[name] = value
     parameters = dict(options.mca)
     result = []
     for setting in chosen:
         if setting.mca and setting.name in parameters:
             result.append(dataclasses.replace(setting, value=parameters.pop(setting.name), reason="--mca"))
-        elif setting.name in given:
-            result.append(dataclasses.replace(setting, value=given.pop(setting.name), reason="--set"))
+        elif setting.name in values:
+            result.append(dataclasses.replace(setting, value=values.pop(setting.name), reason="--set"))
         elif setting.variable in environment:
             reason = f"environment variable {setting.variable}"
             result.append(dataclasses.replace(setting, value=environment[setting.variable], reason=reason))
         else:
             result.append(setting)
     # An unknown name given with --set becomes a variable of the ranks.
-    result += [Setting(name, value, "--set") for name, value in given.items()]
+    result += [Setting(name, value, "--set") for name, value in values.items()]
     return result + [Setting(name, value, "--mca", mca=True) for name, value in parameters.items()]
 
 

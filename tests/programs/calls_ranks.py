@@ -58,34 +58,35 @@ def folded(parts: list[np.ndarray], op: Op, scales: tuple[float, float] = (1.0, 
     return total
 
 
-def same(found: np.ndarray, expected: np.ndarray, given: np.ndarray) -> None:
-    assert found.dtype == given.dtype, (found.dtype, given.dtype)
-    assert found.shape == expected.shape, (found.shape, expected.shape)
-    if given.dtype.kind in "fV":
-        rtol = {2: 5e-3 if given.dtype == np.float16 else 2e-2, 4: 1e-6}.get(given.itemsize, 1e-12)
-        np.testing.assert_allclose(wide(found).astype(np.float64), expected, rtol=rtol, atol=1e-7)
+def same(result: np.ndarray, expected: np.ndarray, original: np.ndarray) -> None:
+    assert result.dtype == original.dtype, (result.dtype, original.dtype)
+    assert result.shape == expected.shape, (result.shape, expected.shape)
+    if original.dtype.kind in "fV":
+        rtol = {2: 5e-3 if original.dtype == np.float16 else 2e-2, 4: 1e-6}.get(original.itemsize, 1e-12)
+        np.testing.assert_allclose(wide(result).astype(np.float64), expected, rtol=rtol, atol=1e-7)
     else:
-        np.testing.assert_array_equal(found, expected.astype(given.dtype))
+        np.testing.assert_array_equal(result, expected.astype(original.dtype))
 
 
 def check_reductions(calls: Calls) -> None:
     everyone = range(calls.size)
     for number, (dtype, shape) in enumerate((dtype, shape) for dtype in TYPES for shape in SHAPES):
         inputs = [drawn(dtype, shape, number, rank) for rank in everyone]
-        mine, kept = inputs[calls.rank], inputs[calls.rank].copy()
-        for op in FOLDS:
-            same(calls.call("allreduce", mine, op=op), folded(inputs, op), mine)
-            assert mine.tobytes() == kept.tobytes(), "the input has changed"
-            into = mine.copy()
-            found = calls.call("allreduce", into, op=op, out=into)
-            assert found is into
-            same(into, folded(inputs, op), mine)
+        own, kept = inputs[calls.rank], inputs[calls.rank].copy()
+        one = list(FOLDS)[number % len(FOLDS)]
+        for op in FOLDS if shape in ((7,), (20_011,)) else [one]:
+            same(calls.call("allreduce", own, op=op), folded(inputs, op), own)
+            assert own.tobytes() == kept.tobytes(), "the input has changed"
+        into = own.copy()
+        result = calls.call("allreduce", into, op=one, out=into)
+        assert result is into
+        same(into, folded(inputs, one), own)
         if shape:
             rows = [shape[0] // calls.size + (rank < shape[0] % calls.size) for rank in everyone]
             begin = sum(rows[: calls.rank])
-            for op in (Op.SUM, Op.AVERAGE):
-                expected = folded(inputs, op)[begin : begin + rows[calls.rank]]
-                same(calls.call("reducescatter", mine, op=op), expected, mine)
+            op = (Op.SUM, Op.AVERAGE)[number % 2]
+            expected = folded(inputs, op)[begin : begin + rows[calls.rank]]
+            same(calls.call("reducescatter", own, op=op), expected, own)
 
 
 def check_moves(calls: Calls) -> None:
@@ -93,32 +94,32 @@ def check_moves(calls: Calls) -> None:
     for number, (dtype, shape) in enumerate((dtype, shape) for dtype in TYPES for shape in SHAPES):
         root = number % calls.size
         inputs = [drawn(dtype, shape, number, rank) for rank in everyone]
-        mine = inputs[calls.rank]
-        found = calls.call("broadcast", mine, root=root)
-        assert found.dtype == mine.dtype
-        assert found.shape == shape
-        assert found.tobytes() == inputs[root].tobytes()
-        into = mine.copy()
+        own = inputs[calls.rank]
+        result = calls.call("broadcast", own, root=root)
+        assert result.dtype == own.dtype
+        assert result.shape == shape
+        assert result.tobytes() == inputs[root].tobytes()
+        into = own.copy()
         assert calls.call("broadcast", into, root=root, out=into) is into
         assert into.tobytes() == inputs[root].tobytes()
-        apart = np.stack([mine, mine], axis=-1)[..., 0]
-        assert calls.call("broadcast", mine, root=root, out=apart) is apart
+        apart = np.stack([own, own], axis=-1)[..., 0]
+        assert calls.call("broadcast", own, root=root, out=apart) is apart
         assert apart.tobytes() == inputs[root].tobytes(), "the output is not contiguous"
         if not shape:
             continue
         uneven = [drawn(dtype, (shape[0] + rank, *shape[1:]), number, rank) for rank in everyone]
-        found = calls.call("allgather", uneven[calls.rank])
-        assert found.shape == (sum(len(each) for each in uneven), *shape[1:])
-        assert found.tobytes() == b"".join(each.tobytes() for each in uneven)
+        result = calls.call("allgather", uneven[calls.rank])
+        assert result.shape == (sum(len(each) for each in uneven), *shape[1:])
+        assert result.tobytes() == b"".join(each.tobytes() for each in uneven)
         splits = [[(rank + 2 * other + number) % 5 for other in everyone] for rank in everyone]
-        given = [drawn(dtype, (sum(splits[rank]) + rank, *shape[1:]), number, rank) for rank in everyone]
-        found, received = calls.call("alltoall", given[calls.rank], splits=np.array(splits[calls.rank], np.int32))
+        outgoing = [drawn(dtype, (sum(splits[rank]) + rank, *shape[1:]), number, rank) for rank in everyone]
+        result, received = calls.call("alltoall", outgoing[calls.rank], splits=np.array(splits[calls.rank], np.int32))
         begins = [sum(splits[rank][: calls.rank]) for rank in everyone]
-        parts = [given[rank][begins[rank] : begins[rank] + splits[rank][calls.rank]] for rank in everyone]
+        parts = [outgoing[rank][begins[rank] : begins[rank] + splits[rank][calls.rank]] for rank in everyone]
         assert received.dtype == np.int32
         assert received.tolist() == [len(part) for part in parts]
-        assert found.shape == (sum(map(len, parts)), *shape[1:])
-        assert found.tobytes() == b"".join(part.tobytes() for part in parts)
+        assert result.shape == (sum(map(len, parts)), *shape[1:])
+        assert result.tobytes() == b"".join(part.tobytes() for part in parts)
 
 
 def check_scales(calls: Calls) -> None:
@@ -130,13 +131,13 @@ def check_scales(calls: Calls) -> None:
             total = np.sum(scaled, axis=0, dtype=np.float64)
             for op, factor in ((Op.SUM, 0.6), (Op.AVERAGE, 0.6 / calls.size)):
                 expected = total * factor if dtype.startswith("f") else np.trunc(total * factor)
-                found = calls.call("allreduce", inputs[calls.rank], op=op, prescale=1.7, postscale=0.6)
-                np.testing.assert_allclose(found, expected, rtol=1e-2 if dtype == "float16" else 1e-5, atol=1e-2)
-                found = calls.call("reducescatter", inputs[calls.rank], op=op, prescale=1.7, postscale=0.6)
+                result = calls.call("allreduce", inputs[calls.rank], op=op, prescale=1.7, postscale=0.6)
+                np.testing.assert_allclose(result, expected, rtol=1e-2 if dtype == "float16" else 1e-5, atol=1e-2)
+                result = calls.call("reducescatter", inputs[calls.rank], op=op, prescale=1.7, postscale=0.6)
                 rows = [size // calls.size + (rank < size % calls.size) for rank in range(calls.size)]
                 begin = sum(rows[: calls.rank])
                 part = expected[begin : begin + rows[calls.rank]]
-                np.testing.assert_allclose(found, part, rtol=1e-2 if dtype == "float16" else 1e-5, atol=1e-2)
+                np.testing.assert_allclose(result, part, rtol=1e-2 if dtype == "float16" else 1e-5, atol=1e-2)
 
 
 def check_groups(calls: Calls) -> None:
@@ -147,10 +148,10 @@ def check_groups(calls: Calls) -> None:
             [drawn(dtype, shape or ((1,) if kind != "allreduce" else ()), rank) for dtype, shape in kinds]
             for rank in range(calls.size)
         ]
-        found = calls.call(kind, inputs[calls.rank], op=Op.SUM, name="group")
-        assert isinstance(found, list)
+        result = calls.call(kind, inputs[calls.rank], op=Op.SUM, name="group")
+        assert isinstance(result, list)
         alone = [calls.call(kind, array, op=Op.SUM) for array in inputs[calls.rank]]
-        for one, other in zip(found, alone, strict=True):
+        for one, other in zip(result, alone, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-3)
     into = [array.copy() for array in inputs[calls.rank]]
     calls.call("allreduce", into, op=Op.SUM, out=into)
@@ -207,7 +208,7 @@ def raises(kind: type[BaseException], words: str, action: Callable[[], Any]) -> 
 
 def check_disagreements(calls: Calls) -> list[str]:
     """All ranks get the same errors, and later calls still work."""
-    mine, last = calls.rank, calls.size - 1
+    own, last = calls.rank, calls.size - 1
     odd = calls.rank == last
     failed = internal_error()
     cases: list[tuple[str, Callable[[], Any]]] = [
@@ -232,14 +233,14 @@ def check_disagreements(calls: Calls) -> list[str]:
         (ValueError, "splits for", lambda: calls.start("alltoall", np.ones(4), splits=[1])),
         (ValueError, "exceed the 1 rows", lambda: calls.start("alltoall", np.ones(1), splits=[1] * calls.size)),
         (ValueError, "negative", lambda: calls.start("alltoall", np.ones(4), splits=[*[1] * last, -1])),
-        (ValueError, "not a member", lambda: calls.start("barrier", ranks=[(mine + 1) % calls.size])),
+        (ValueError, "not a member", lambda: calls.start("barrier", ranks=[(own + 1) % calls.size])),
         (TypeError, "convert it", lambda: calls.start("allreduce", np.array(["a"]))),
         (NotImplementedError, "Adasum", lambda: calls.start("allreduce", np.ones(4), op=Op.ADASUM)),
     ]
     for kind, words, action in local_errors:
         raises(kind, words, action)
-    first = calls.start("allreduce", np.ones(3), name="twice") if mine == 0 else None
-    if mine == 0:
+    first = calls.start("allreduce", np.ones(3), name="twice") if own == 0 else None
+    if own == 0:
         raises(ValueError, "in progress", lambda: calls.start("allreduce", np.ones(3), name="twice"))
     calls.call("barrier")
     calls.finish(calls.start("allreduce", np.ones(3), name="twice") if first is None else first)
@@ -248,16 +249,16 @@ def check_disagreements(calls: Calls) -> list[str]:
 
 def check_sets(calls: Calls) -> None:
     """Two process sets make calls of the same names at the same time. A root is a rank of the job."""
-    mine = [rank for rank in range(calls.size) if rank % 2 == calls.rank % 2]
+    members = [rank for rank in range(calls.size) if rank % 2 == calls.rank % 2]
     for size in (3, 4000):
-        inputs = {rank: drawn("float32", (size,), rank) for rank in mine}
-        found = calls.call("allreduce", inputs[calls.rank], op=Op.SUM, ranks=mine)
-        same(found, folded(list(inputs.values()), Op.SUM), inputs[calls.rank])
-        found = calls.call("broadcast", inputs[calls.rank], root=mine[-1], ranks=mine, name="set")
-        assert found.tobytes() == inputs[mine[-1]].tobytes()
-        found = calls.call("allgather", inputs[calls.rank], ranks=mine)
-        assert found.tobytes() == b"".join(part.tobytes() for part in inputs.values())
-    calls.call("barrier", ranks=mine)
+        inputs = {rank: drawn("float32", (size,), rank) for rank in members}
+        result = calls.call("allreduce", inputs[calls.rank], op=Op.SUM, ranks=members)
+        same(result, folded(list(inputs.values()), Op.SUM), inputs[calls.rank])
+        result = calls.call("broadcast", inputs[calls.rank], root=members[-1], ranks=members, name="set")
+        assert result.tobytes() == inputs[members[-1]].tobytes()
+        result = calls.call("allgather", inputs[calls.rank], ranks=members)
+        assert result.tobytes() == b"".join(part.tobytes() for part in inputs.values())
+    calls.call("barrier", ranks=members)
 
 
 def check_idle(calls: Calls) -> None:

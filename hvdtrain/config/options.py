@@ -260,8 +260,8 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
                 )
             object.__setattr__(self, "run_dir", self.resume)
             object.__setattr__(self, "resume", True)
-        if wrong := constraints.problem(self, flag):
-            raise Failure(wrong, exits.BAD_CONFIG)
+        if message := constraints.problem(self, flag):
+            raise Failure(message, exits.BAD_CONFIG)
         if self.target is not None and self.target_accuracy is not None:
             raise Failure(
                 "--target cannot be combined with --target-accuracy; hint: give one of them", exits.BAD_CONFIG

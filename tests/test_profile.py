@@ -126,7 +126,7 @@ def test_n_to_m_are_steps_of_the_run(first: int, last: int, steps: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "5", "5:", ":5", "a:b", "-1:3", "1:2:3", "1.5:2", "٣:٤", "5:6\n"])
 def test_what_is_no_range_is_refused(text: str) -> None:
-    with pytest.raises(Failure, match="give N:M, two steps counted from 0"):
+    with pytest.raises(Failure, match="give N:M, counted from 0"):
         profiled_steps(text, 100)
 
 
@@ -136,7 +136,7 @@ def test_what_is_no_range_is_refused(text: str) -> None:
         (["--profile", "9:4"], "step 9 is after step 4"),
         (["--profile", "3:500", "--epochs", "1"], "the run has steps 0 to 29; hint: lower M"),
         (["--horovod-timeline", "--strategy", "native"], "does not run with --strategy native"),
-        (["--horovod-timeline"], "use horovodrun or mpirun"),
+        (["--horovod-timeline"], "hint: use mpirun"),
     ],
 )
 def test_refused_before_anything_starts(flags: list[str], reason: str) -> None:

@@ -27,8 +27,7 @@ from hvdtrain.comm.backends.base import Endpoint
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.launch import survive
 from hvdtrain.strategies import Layout
-from hvdtrain.strategies.studies.async_ps import AsyncPS
-from hvdtrain.strategies.studies.server import Server
+from hvdtrain.strategies.studies.async_ps import AsyncPS, Server
 from hvdtrain.strategies.studies.servers import NUMBERS, ServerCommunicator
 from hvdtrain.system.exits import Failure
 

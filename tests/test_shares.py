@@ -171,29 +171,18 @@ def test_equal_ranks_with_noisy_trials_rarely_get_unequal_shares(scatter: float)
 
 @given(
     st.integers(2, 5).flatmap(
-        lambda ranks: st.lists(st.lists(st.floats(1, 1e4), min_size=ranks, max_size=ranks), min_size=2)
+        lambda ranks: st.lists(st.lists(st.floats(1, 1e6), min_size=ranks, max_size=ranks), min_size=2)
     )
 )
 def test_a_rank_that_is_never_slower_never_gets_less_and_equal_ranks_get_the_same(trials: list[list[float]]) -> None:
     shares = shares_of(trials).shares
-    assert sum(shares) == pytest.approx(1, abs=len(shares) * 10.0**-DIGITS)
+    assert min(shares) > 0 and sum(shares) == pytest.approx(1, abs=len(shares) * 10.0**-DIGITS)
     ranks = list(zip(shares, zip(*trials, strict=True), strict=True))
     for (share, speeds), (other, others) in itertools.permutations(ranks, 2):
         if all(a >= b for a, b in zip(speeds, others, strict=True)):
             assert share >= other
         if speeds == others:
             assert share == other
-
-
-def test_a_very_slow_rank_still_has_a_share(clock: Clock) -> None:
-    speeds = [(0.0, 2e-5), (0.0, 0.5)]
-
-    def rank(hosts: Any) -> tuple[float, ...]:
-        replica = Timed(clock, *speeds[hosts.index])
-        batch = type("Batch", (), {"weight": 2})
-        return measure(Ranks(hosts), STRATEGY, replica, lambda shares: batch).shares  # type: ignore[arg-type]
-
-    assert all(share > 0 for share in fake_hosts.run(2, rank)[0])
 
 
 @pytest.fixture(scope="module")
@@ -241,17 +230,12 @@ def test_given_shares_hold_in_every_step_and_a_resumed_run_may_change_them(runs:
     assert manifest["plan"]["shares"] == [1, 1]
 
 
-@pytest.mark.parametrize("shares", ["", "3:", "3:x", "3:0", "3:-1", "inf:1", "nan:1", "3;1"])
-def test_shares_that_are_not_positive_numbers_are_rejected(shares: str) -> None:
-    with failing(78, "hint: give measured or 3:1"):
-        unequal_shares.given(TrainConfig(shares=shares), 2)
-
-
-def test_there_is_one_share_for_each_rank() -> None:
+@pytest.mark.parametrize("shares", ["", "3:", "3:x", "3:0", "inf:1", "nan:1", "3:1:1"])
+def test_shares_are_one_positive_number_per_rank(shares: str) -> None:
     assert unequal_shares.given(TrainConfig(shares="3:1"), 2) == (3.0, 1.0)
-    with failing(78, "2 shares for 3 ranks"):
-        unequal_shares.given(TrainConfig(shares="3:1"), 3)
-    assert unequal_shares.given(TrainConfig(shares="measured"), 3) is unequal_shares.given(TrainConfig(), 3) is None
+    assert unequal_shares.given(TrainConfig(shares="measured"), 2) is unequal_shares.given(TrainConfig(), 2) is None
+    with failing(78, "--shares"):
+        unequal_shares.given(TrainConfig(shares=shares), 2)
 
 
 def test_a_dry_run_shows_the_shares_and_wrong_combinations_are_rejected() -> None:

@@ -38,8 +38,8 @@ class Checked:
     """Settings whose numbers are within their bounds. Raises Failure (78) if one is not."""
 
     def __post_init__(self) -> None:
-        if wrong := problem(self):
-            raise Failure(wrong, exits.BAD_CONFIG)
+        if message := problem(self):
+            raise Failure(message, exits.BAD_CONFIG)
 
 
 def problem(settings: Any, name: Any = str) -> str | None:

@@ -256,8 +256,8 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
                 )
             object.__setattr__(self, "run_dir", self.resume)
             object.__setattr__(self, "resume", True)
-        if wrong := constraints.problem(self, flag):
-            raise Failure(wrong, exits.BAD_CONFIG)
+        if message := constraints.problem(self, flag):
+            raise Failure(message, exits.BAD_CONFIG)
         if self.batch_size and self.global_batch_size:
             raise Failure(
                 "--batch-size cannot be combined with --global-batch-size; hint: give one of them", exits.BAD_CONFIG

@@ -73,10 +73,10 @@ class OptionParser(Parser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         arguments = list(sys.argv[1:] if args is None else args)
-        for place, word in enumerate(arguments):
+        for number, word in enumerate(arguments):
             if word.split("=")[0] in ("-h", "--help"):
-                asked = word.partition("=")[2] or "".join(arguments[place + 1 : place + 2])
-                self._help(asked.lstrip("-").replace("-", "_"))
+                name = word.partition("=")[2] or "".join(arguments[number + 1 : number + 2])
+                self._help(name.lstrip("-").replace("-", "_"))
         return super().parse_args(arguments, namespace)
 
     def _help(self, name: str) -> NoReturn:

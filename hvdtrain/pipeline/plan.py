@@ -27,7 +27,7 @@ class Stages:
     """The stages of a run before they are connected."""
 
     config: TrainConfig
-    place: LaunchEnv
+    environment: LaunchEnv
     mesh: Mesh
     layers: Sequence[Layer]
     """The model's layers; empty if it cannot be partitioned"""
@@ -36,14 +36,15 @@ class Stages:
 
     @classmethod
     def of(
-        cls, config: TrainConfig, place: LaunchEnv, layers: Sequence[Layer], parameters: Sequence[int], model: str
+        cls, config: TrainConfig, environment: LaunchEnv, layers: Sequence[Layer], parameters: Sequence[int], model: str
     ) -> Stages:
         """Make the stages; a dry run without a launcher assumes one rank per stage.
 
         Raises Failure (78) for settings that cannot be combined.
         """
-        assumed = config.dry_run and place.launcher == "alone"
-        mesh = Mesh(ranks=config.stages if assumed else place.size, stages=config.stages, across=config.stage_across)
+        assumed = config.dry_run and environment.launcher == "alone"
+        ranks = config.stages if assumed else environment.size
+        mesh = Mesh(ranks=ranks, stages=config.stages, across=config.stage_across)
         if config.stages > 1 and not layers:
             raise Failure(
                 f"--stages {config.stages}: {model} cannot be partitioned; hint: docs/STAGES.md lists the models that "
@@ -64,17 +65,17 @@ class Stages:
             )
         if config.stages == 1 and not config.resume and config.cut_at:
             raise Failure("--cut-at needs more than one stage; hint: add --stages", exits.BAD_CONFIG)
-        return cls(config, place, mesh, layers, parameters)
+        return cls(config, environment, mesh, layers, parameters)
 
     @property
     def data(self) -> int:
         """The replica of this rank."""
-        return self.mesh.at(self.place.rank)[0]
+        return self.mesh.at(self.environment.rank)[0]
 
     @property
     def stage(self) -> int:
         """The stage of this rank."""
-        return self.mesh.at(self.place.rank)[1]
+        return self.mesh.at(self.environment.rank)[1]
 
     @property
     def parted(self) -> bool:
@@ -104,7 +105,7 @@ class Stages:
 
     def layout(self) -> Layout:
         """Return the layout of the ranks that exchange this stage's gradients."""
-        hosts = {rank // self.place.local_size for rank in self.mesh.holders(self.stage)}
+        hosts = {rank // self.environment.local_size for rank in self.mesh.holders(self.stage)}
         return Layout(ranks=self.mesh.replicas, hosts=len(hosts))
 
     def micro_batches(self, rank_batch: int) -> int:

@@ -120,14 +120,14 @@ def measure(
     local_state = {name: array.copy() for name, array in replica.local_state().items()}
     strategy.paused = True
     _backward_s(replica, batch_of(None))  # compiles, and fills caches
-    found, before = _measurement(world, replica, batch_of(None)), (1 / world.size,) * world.size
+    measured, before = _measurement(world, replica, batch_of(None)), (1 / world.size,) * world.size
     for _ in range(MAX_MEASUREMENTS - 1):
-        if np.allclose(found.shares, before, rtol=found.noise):
+        if np.allclose(measured.shares, before, rtol=measured.noise):
             break
-        before, found = found.shares, _measurement(world, replica, batch_of(found.shares))
+        before, measured = measured.shares, _measurement(world, replica, batch_of(measured.shares))
     strategy.paused = False
     replica.load_local(local_state)
-    return found
+    return measured
 
 
 def _measurement(world: Communicator, replica: Any, batch: Any) -> Measurement:
@@ -137,9 +137,9 @@ def _measurement(world: Communicator, replica: Any, batch: Any) -> Measurement:
     while True:
         trials.append(world.gather(_speed(replica, batch, length_s)))
         if len(trials) > 1:
-            found = shares_of(trials)
-            if (found.agreed and len(trials) >= MIN_TRIALS) or len(trials) * length_s >= MAX_S:
-                return found
+            measured = shares_of(trials)
+            if (measured.agreed and len(trials) >= MIN_TRIALS) or len(trials) * length_s >= MAX_S:
+                return measured
 
 
 def _speed(replica: Any, batch: Any, length_s: float) -> float:

@@ -22,12 +22,12 @@ def check(state: dict[str, np.ndarray], world: Communicator) -> None:
     if len(set(world.gather(zlib.crc32(repr(sums).encode())))) == 1:
         return
     of_ranks = world.gather(list(sums.values()))
-    wrong = []
+    different = []
     for name, values in zip(sums, zip(*of_ranks, strict=True), strict=True):
         most, _ = collections.Counter(values).most_common(1)[0]
-        wrong += [(rank, name) for rank, value in enumerate(values) if value != most]
-    ranks = ", ".join(str(rank) for rank in sorted({rank for rank, _ in wrong}))
-    tensors = list(dict.fromkeys(name.removeprefix("parameter.") for _, name in wrong))
+        different += [(rank, name) for rank, value in enumerate(values) if value != most]
+    ranks = ", ".join(str(rank) for rank in sorted({rank for rank, _ in different}))
+    tensors = list(dict.fromkeys(name.removeprefix("parameter.") for _, name in different))
     named = tensors[0] + (f" and {len(tensors) - 1} more" if len(tensors) > 1 else "")
     raise Failure(
         f"the weights of rank {ranks} differ from those of the other ranks in {named} of {len(sums)} tensors; hint: "

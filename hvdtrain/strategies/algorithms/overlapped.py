@@ -74,10 +74,10 @@ class Overlapped(Synchronous):
     def on_bucket_ready(self, bucket: int, vector: np.ndarray, ready: Callable[[], None] | None = None) -> None:
         if self.paused:
             return
-        place, reducer = self._buckets[bucket]
-        size = place.stop - place.start
+        span, reducer = self._buckets[bucket]
+        size = span.stop - span.start
         # The first bucket is at the end of the vector and includes the tail.
-        piece = vector[place.start :] if bucket == 0 else vector[place]
+        piece = vector[span.start :] if bucket == 0 else vector[span]
 
         def exchange() -> int:
             if ready:

@@ -1,4 +1,4 @@
-"""Each file of examples/ as docs/OWN.md starts it: two ranks, on one host or on two."""
+"""Each file of examples/ as docs/guides/horovod-script.md starts it: two ranks, on one host or on two."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_own_model_over_hosts_sends_less_with_powersgd(tmp_path: Path) -> None:
 
 def test_the_regression_of_the_page_learns(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    (code,) = re.findall(r"^```python\n(import torch\n.*?)^```$", (ROOT / "docs" / "OWN.md").read_text(), re.M | re.S)
+    (code,) = re.findall(r"^```python\n(import torch\n.*?)^```$", (ROOT / "docs" / "guides" / "hvdtrain-train.md").read_text(), re.M | re.S)
     (tmp_path / "diabetes.py").write_text(code)
     done = launch(0, [str(tmp_path / "diabetes.py")], extra={"HVDTRAIN_RUN_DIR": str(tmp_path / "run")})
     assert done.returncode == 0, done.stderr[-3000:]

@@ -32,7 +32,7 @@ BUILD_NOTES = (b"absl::InitializeLog", b"oneDNN custom operations", b"cpu_featur
 
 KERAS_EXTRAS = ("matplotlib", "pandas", "scipy", "sklearn")
 """What Keras imports where it is installed. `import tensorflow` imports Keras, which nothing here uses; without these a
-rank starts with 1.5 to 2.5 s less of processor time and 150 MB less of memory (docs/DECISIONS.md)"""
+rank starts with 1.5 to 2.5 s less of processor time and 150 MB less of memory (docs/project/decisions.md)"""
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def without_modules(names: tuple[str, ...]) -> Iterator[None]:
             del sys.modules[name]
 
 
-# TensorFlow enables oneDNN by default only with AVX-512 (docs/KNOWN_ISSUES.md).
+# TensorFlow enables oneDNN by default only with AVX-512 (docs/project/known-issues.md).
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 with stderr.suppress(BUILD_NOTES), without_modules(KERAS_EXTRAS):
     import tensorflow as tf

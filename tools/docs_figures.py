@@ -8,6 +8,7 @@ python tools/docs_figures.py --check    # exit code 1 if a figure is stale
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import math
 import re
@@ -100,7 +101,7 @@ def rows(page: str, first: str) -> list[list[str]]:
     lines = iter((DOCS / page).read_text().splitlines())
     for line in lines:
         if line.startswith(f"| {first} |") and next(lines).startswith("|"):
-            found = []
+            found: list[list[str]] = []
             for row in lines:
                 if not row.startswith("|"):
                     return found
@@ -310,7 +311,7 @@ def bandwidth(theme: str) -> str:
     one = numbers(found[0][3])[0]
     for rate, color, label in (("10", ORANGE, "10 Mbit/s"), ("100", GREEN, "100 Mbit/s"), ("1000", BLUE, "1 Gbit/s")):
         points = [(1.0, one), *((float(row[1]), numbers(row[3])[0]) for row in found if row[0] == rate)]
-        for start, end in zip(points, points[1:], strict=False):
+        for start, end in itertools.pairwise(points):
             svg.line(*place(*start), *place(*end), color, 2.5)
         for point in points:
             svg.dot(*place(*point), color)
@@ -340,7 +341,7 @@ def solar(theme: str) -> str:
         svg.text(place(parameters, 1)[0], bottom + 22, label, size=14, fill="muted", at="middle")
     for layers, color, label in (("p1", ORANGE, "1 layer"), ("p2", GREEN, "2 layers"), ("p3", BLUE, "3 layers")):
         points = [place(numbers(row[1])[0], numbers(row[2])[0]) for row in found if row[0].startswith(layers)]
-        for start, end in zip(points, points[1:], strict=False):
+        for start, end in itertools.pairwise(points):
             svg.line(*start, *end, color, 2.5)
         for point in points:
             svg.dot(*point, color)

@@ -13,10 +13,9 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hvdtrain import cli
 from hvdtrain.config import constraints, parser
@@ -29,6 +28,7 @@ from hvdtrain.strategies.reducers.base import Reducer
 from hvdtrain.strategies.spec import format_value
 from hvdtrain.sweep import file as sweep
 
+ROOT = Path(__file__).resolve().parent.parent
 WORKLOADS = ("resnet", "captioning", "tabular", "solar")
 
 

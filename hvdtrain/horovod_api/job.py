@@ -80,7 +80,8 @@ class Elastic:
         raise NotImplementedError(
             f"hvd.elastic.{name}: the number of ranks is fixed from start to end. Save at the end of each epoch (the "
             "model and optimizer.state_dict(), or model.save()), and start the script again, which torchrun "
-            "--max-restarts does by itself; the sentinel ends a job that lost a rank (docs/reference/horovod-compatibility.md)"
+            "--max-restarts does by itself; the sentinel ends a job that lost a rank "
+            "(docs/reference/horovod-compatibility.md)"
         )
 
 

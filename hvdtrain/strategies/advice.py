@@ -1,4 +1,4 @@
-"""What to try when ranks wait long for their exchange: the table of docs/guides/choose-a-strategy.md, with its measurements."""
+"""What to try when ranks wait long for their exchange: the table of docs/guides/choose-a-strategy.md."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """`import hvdtrain.torch as hvd` in place of `import horovod.torch as hvd`: the same names, and our strategies.
 
 Horovod's functions are handed through as they are. What carries them is decided by `init`: Horovod itself, or, with
-HVDTRAIN_STRATEGY, our streams (see `hvdtrain.horovod_api.job`). docs/reference/horovod-compatibility.md says what each name does on both.
+HVDTRAIN_STRATEGY, our streams (see `hvdtrain.horovod_api.job`). docs/reference/horovod-compatibility.md says
+what each name does on both.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ python tools/docs_reference.py --check    # exit code 1 if a page is stale
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import re
 import sys
@@ -87,10 +88,14 @@ def commands(name: str, one: argparse.ArgumentParser, about: str) -> Iterator[st
     else:
         yield from table("argument | meaning", flags(one))
     for group in groups:
-        helps = {choice.dest: choice.help for choice in group._choices_actions}
-        for word, sub in group.choices.items():
-            yield from (f"### {name} {word}", "", f"{flat(helps.get(word) or '').rstrip('.').capitalize()}.", "")
-            yield from table("argument | meaning", flags(sub))
+        helps = {choice.dest: flat(choice.help or "").rstrip(".") for choice in group._choices_actions}
+        rows = {word: list(flags(sub)) for word, sub in group.choices.items()}
+        uses = collections.Counter(row for each in rows.values() for row in each)
+        common = [row for row in uses if uses[row] >= max(3, len(rows) / 2)]
+        yield from table("argument of most subcommands | meaning", common)
+        for word, each in rows.items():
+            yield from (f"### {name} {word}", "", f"{helps[word][:1].upper()}{helps[word][1:]}.", "")
+            yield from table("argument | meaning", (row for row in each if row not in common))
 
 
 def command_line() -> Iterator[str]:

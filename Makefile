@@ -43,7 +43,8 @@ bench-stages: setup  ## pipeline stages beside data parallelism and torch's pipe
 
 docs:  ## build the documentation site into site/, which opens offline
 	@tools/setup.sh $(FRAMEWORKS)
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint tools/constraints.txt --editable '.[docs]'
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+		--constraint tools/constraints.txt --editable '.[docs]'
 	.venv/bin/python tools/docs_reference.py
 	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet
 

@@ -71,7 +71,8 @@ class Svg:
         rx: float = 3,
     ) -> None:
         self.lines.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}" rx="{rx:g}" fill="{self.color.get(fill, fill)}" '
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}" rx="{rx:g}" '
+            f'fill="{self.color.get(fill, fill)}" '
             f'stroke="{self.color.get(outline, outline)}" stroke-dasharray="{dash}"/>'
         )
 
@@ -146,15 +147,15 @@ def hero(theme: str) -> str:
 def timeline(theme: str) -> str:
     record = json.loads((DOCS / "figures" / "timeline.json").read_text())["steps"]
     svg = Svg(
-        theme, 262, "Where the time of rank 0 goes in 15 seconds, four hosts at 10 Mbit/s",
+        theme, 262, "Where the time of rank 0 goes in 10 seconds, four hosts at 10 Mbit/s",
         "Plain all-reduce waits for the network for most of each step. PowerSGD and local SGD mostly compute.",
     )  # fmt: skip
-    svg.text(16, 30, "15 seconds of training at 10 Mbit/s, four hosts", size=17, bold=True)
+    svg.text(16, 30, "10 seconds of training at 10 Mbit/s, four hosts", size=17, bold=True)
     names = {"allreduce": "plain all-reduce", "powersgd:rank=4": "powersgd:rank=4"}
-    span, left, right = 15.0, 16.0, 448.0
+    span, left, right = 10.0, 16.0, 448.0
     for place, (strategy, steps) in enumerate(record.items()):
         top = 48 + 58 * place
-        at = 0.0
+        at, typical = 0.0, statistics.median(map(sum, steps[3:]))
         svg.rect(left, top + 20, right, 24, "box", rx=0)
         for compute, wait in steps[3:]:  # three warm-up steps
             for length, color in ((compute, BLUE), (wait, ORANGE)):
@@ -165,7 +166,7 @@ def timeline(theme: str) -> str:
         svg.text(
             left,
             top + 14,
-            f"{names.get(strategy, 'local-sgd with powersgd')}: {statistics.median(map(sum, steps[3:])):.2g} s per step",
+            f"{names.get(strategy, 'local-sgd with powersgd')}: {typical:.2g} s per step",
         )
     svg.rect(16, 232, 14, 14, BLUE)
     svg.text(36, 244, "computing", size=14)
@@ -283,7 +284,7 @@ def stages(theme: str) -> str:
         for column, rate in ((2, "10 Mbit/s"), (3, "100 Mbit/s"), (4, "1 Gbit/s"))
     }
     return panels(
-        theme, "Speed-up of two hosts over one", "Steps per second of two hosts over one host, for five ways to use them.",
+        theme, "Speed-up of two hosts over one", "Steps per second of two hosts over one host, for five strategies.",
         bars, "x", 1.5,
     )  # fmt: skip
 
@@ -351,8 +352,32 @@ def solar(theme: str) -> str:
     return svg.done()
 
 
+def session(theme: str) -> str:
+    """The README's session as it appears on a terminal; a reader who prefers no motion sees the whole of it at once."""
+    lines = (DOCS / "figures" / "session.txt").read_text().splitlines()
+    svg = Svg(
+        theme, 40 + 15 * len(lines), "A terminal: two virtual hosts, a slow link, PowerSGD, and the table of the runs",
+        "The commands of the README's session with their shortened output.",
+    )  # fmt: skip
+    svg.lines.append(
+        "<style>text{font-family:ui-monospace,DejaVu Sans Mono,monospace;white-space:pre}"
+        "@media (prefers-reduced-motion:no-preference){"
+        "text{opacity:0;animation:a .01s forwards}@keyframes a{to{opacity:1}}}"
+        "</style>"
+    )
+    seconds = 0.0
+    for place, line in enumerate(lines):
+        seconds += 1.2 if line.startswith("$") else 0.25
+        color = svg.color["text" if line.startswith("$") else "muted"]
+        svg.lines.append(
+            f'<text x="12" y="{30 + 15 * place}" font-size="11" fill="{color}" style="animation-delay:{seconds:.2f}s">'
+            f"{html.escape(line)}</text>"
+        )
+    return svg.done()
+
+
 FIGURES: dict[str, Callable[[str], str]] = {
-    each.__name__: each for each in (hero, timeline, decision, architecture, stages, bandwidth, solar)
+    each.__name__: each for each in (hero, timeline, decision, architecture, stages, bandwidth, solar, session)
 }
 
 

@@ -67,7 +67,8 @@ def test_own_model_over_hosts_sends_less_with_powersgd(tmp_path: Path) -> None:
 
 def test_the_regression_of_the_page_learns(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    (code,) = re.findall(r"^```python\n(import torch\n.*?)^```$", (ROOT / "docs" / "guides" / "hvdtrain-train.md").read_text(), re.M | re.S)
+    page = (ROOT / "docs" / "guides" / "hvdtrain-train.md").read_text()
+    (code,) = re.findall(r"^```python\n(import torch\n.*?)^```$", page, re.M | re.S)
     (tmp_path / "diabetes.py").write_text(code)
     done = launch(0, [str(tmp_path / "diabetes.py")], extra={"HVDTRAIN_RUN_DIR": str(tmp_path / "run")})
     assert done.returncode == 0, done.stderr[-3000:]

@@ -360,7 +360,7 @@ class Exchanging(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on bit for bit with what this rank saved. With what another rank saved, as with one file for all, the
-        strategy goes on as far as it can: see docs/guides/horovod-script.md. Without an exchange's state it begins anew.
+        strategy continues as far as possible: see docs/guides/horovod-script.md. Without its state it starts again.
 
         Raises ValueError for the state of another strategy, or one that only its own rank can go on with.
         """

@@ -1,4 +1,4 @@
-"""`hvdtrain.train`: the loop of the built-in workloads for any model and data; docs/guides/hvdtrain-train.md has the user's side."""
+"""`hvdtrain.train`: the loop of the built-in workloads for any model and data; see docs/guides/hvdtrain-train.md."""
 
 from __future__ import annotations
 

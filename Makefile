@@ -31,14 +31,14 @@ lint: setup  ## ruff, mypy, import contracts, and the syntax of the shell script
 bench: setup  ## measure the training loop against a bare Horovod loop: BENCH_ARGS=--quick
 	. .venv/bin/activate && python tools/bench.py $(BENCH_ARGS)
 
-bench-network: setup  ## allreduce over virtual hosts against the limit of the wire (root): BENCH_ARGS='--rates 10mbit'
+bench-network: setup  ## allreduce over virtual hosts against the network limit (root): BENCH_ARGS='--rates 10mbit'
 	. .venv/bin/activate && python tools/bench_network.py $(BENCH_ARGS)
 
 bench-strategies: setup  ## every strategy to a test accuracy at 10, 100, 1000 Mbit/s (root): BENCH_ARGS='--set seed=1'
 	. .venv/bin/activate && hvdtrain sweep launch/sweeps/strategies.toml $(BENCH_ARGS)
 	. .venv/bin/activate && hvdtrain results strategies results/strategies
 
-bench-stages: setup  ## pipeline stages beside data parallelism and torch's pipelining (root): BENCH_ARGS='--rates 10mbit'
+bench-stages: setup  ## pipeline stages, data parallelism and torch's pipelining (root): BENCH_ARGS='--rates 10mbit'
 	. .venv/bin/activate && python tools/bench_stages.py $(BENCH_ARGS)
 
 docs:  ## build the documentation site into site/, which opens offline

@@ -16,7 +16,7 @@ torch.manual_seed(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
 digits = hvdtrain.data.load("digits", (8, 8))
 images, labels = torch.from_numpy(digits.train.samples).flatten(1), torch.from_numpy(digits.train.labels)
 test_images, test_labels = torch.from_numpy(digits.test.samples).flatten(1), torch.from_numpy(digits.test.labels)
-shard = slice(hvd.rank(), None, hvd.size())  # this rank's part of the training data
+shard = slice(hvd.rank(), None, hvd.size())  # this rank's shard of the training data
 train = torch.utils.data.TensorDataset(images[shard], labels[shard])
 batches = torch.utils.data.DataLoader(train, batch_size=64, shuffle=True, drop_last=True)
 net = torch.nn.Sequential(
@@ -32,7 +32,7 @@ for epoch in range(5):
         loss.backward()
         optimizer.step()
         hvd.log(loss=loss.item(), samples=len(x))  # for the run's records
-    optimizer.synchronize_weights()  # for strategies whose ranks differ between exchanges
+    optimizer.synchronize_weights()  # for strategies that average weights
     accuracy = (net(test_images).argmax(1) == test_labels).float().mean().item()
     hvd.log(epoch=epoch, accuracy=accuracy)
 if hvd.rank() == 0:

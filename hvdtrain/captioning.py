@@ -7,8 +7,7 @@ examples:
   mpirun -np 2 python -m hvdtrain.captioning --framework tensorflow --json
   hvdtrain caption photo.jpg --run results/RUN
 
-Without --data it trains on 5,000 drawn scenes of coloured shapes. `hvdtrain data captions` prepares images with
-sentences, and `hvdtrain data vgg16` the encoder's weights. `caption` describes images with a trained model.
+Without --data it trains on 5,000 drawn scenes of coloured shapes. `caption` describes images with a trained model.
 """
 
 from __future__ import annotations
@@ -18,11 +17,12 @@ import functools
 import math
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from hvdtrain.captions import bleu, features, frozen, generation
+from hvdtrain import models
+from hvdtrain.captions import bleu, features, generation
 from hvdtrain.captions.dataset import CaptionDataset, CaptionSplit
-from hvdtrain.captions.load import load
+from hvdtrain.captions.prepared import load
 from hvdtrain.comm import lifecycle
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config import options
@@ -42,7 +42,9 @@ class CaptioningData(options.Data):
     """Images with sentences."""
 
     data: str = "shapes"
-    """'shapes', 'flickr8k:DIR' (prepared once from the original files), or a folder made by `hvdtrain data captions`"""
+    """shapes, flickr8k:DIR or a prepared folder
+
+    flickr8k:DIR contains the original files. `hvdtrain data captions` prepares a folder of images with sentences."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,10 +52,14 @@ class CaptioningConfig(CaptioningData, options.TrainConfig):
     """Options of this workload."""
 
     encoder: Literal["auto", "small", "vgg16", "none"] = "auto"
-    """Image encoder: a small CNN that is trained too, frozen VGG16 with --weights, or none (words alone); auto: vgg16
-    if --weights is given, else small"""
+    """Image encoder
+
+    A small CNN that is trained too, frozen VGG16 with --weights, or none (words alone); auto: vgg16 if --weights is
+    given, else small."""
     weights: str | None = None
-    """VGG16 weights, a file made by `hvdtrain data vgg16`; 'random' only for testing"""
+    """VGG16 weights, made by `hvdtrain data vgg16`
+
+    'random' is for testing only."""
     embedding: int = bounded(256, least=1)
     """Size of a word's embedding"""
     hidden: int = bounded(256, least=1)
@@ -63,11 +69,8 @@ class CaptioningConfig(CaptioningData, options.TrainConfig):
     beam: int = bounded(3, least=1)
     """Beam width; captions are also written greedily"""
     optimizer: Literal["sgd", "adam"] = "adam"
-    """SGD with --momentum, or Adam with its usual constants (0.9, 0.999, 1e-8)"""
     lr: float = bounded(2e-3, above=0)
-    """Learning rate for the global batch set by --batch-size or --global-batch-size"""
     epochs: int = bounded(8, least=1)
-    """Passes over the training captions"""
 
     @property
     def chosen_encoder(self) -> Literal["small", "vgg16", "none"]:
@@ -115,7 +118,7 @@ def main(stop: lifecycle.StopSignal) -> int:
     config = dataclasses.replace(config, encoder=config.chosen_encoder)
 
     # 2. Data: images and captions. A batch has captions of similar length, and is weighted by its number of words.
-    dataset = load(config.data, verify=config.verify_data and place.local_rank == 0)
+    dataset = load(config.data)
     height, width = dataset.images.shape[1:3]
     splits = {name: getattr(dataset, name) for name in ("train", "validation", "test")}
     counts = ", ".join(f"{len(split):,} {name} captions of {len(split.names):,}" for name, split in splits.items())
@@ -129,7 +132,7 @@ def main(stop: lifecycle.StopSignal) -> int:
         hidden=config.hidden,
         dropout=config.dropout,
     )
-    weights = frozen.digest(config.weights, (width, height)) if config.weights else None
+    weights = features.digest(config.weights, (width, height)) if config.weights else None
 
     # 4. Metric: accuracy per word during training; BLEU, which is computed for whole splits.
     metric, signature = Captions(), bleu.signature()
@@ -153,21 +156,11 @@ def main(stop: lifecycle.StopSignal) -> int:
     if job is None:  # a dry run
         return exits.OK
     if config.weights:
-        make = functools.partial(frozen.encoder, config.weights, config.framework, job.device)
+        make = functools.partial(features.encoder, config.weights, config.framework, job.device)
         key = {"encoder": config.encoder, "weights": weights}
         dataset = dataset.with_inputs(features.extract(dataset.images, make, key=key, world=job.ranks))
         job = job.over(dataset)
-    scope = job.data.scope
-
-    def model(part: range | None) -> Any:
-        if config.framework == "torch":
-            from hvdtrain.models.captioner_torch import CaptionerTorch
-
-            return CaptionerTorch(spec, part)
-        from hvdtrain.models.captioner_tf import CaptionerTF
-
-        return CaptionerTF(spec, workload.compute_dtype(config), scope(), part)
-
+    model = models.maker("captioner.Captioner", spec, config, job.data.scope)
     job = job.staged(model)
     network = model(job.part)
     replica = job.replica(network, captioner.initial_state(spec, config.seed, job.part))

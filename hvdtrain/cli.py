@@ -18,14 +18,14 @@ from hvdtrain.system import exits
 from hvdtrain.system.arguments import Parser, near
 from hvdtrain.system.exits import Failure
 
-TRAIN = """Train a model: `hvdtrain train resnet ...` is `python -m hvdtrain.resnet ...`, alone or behind a launcher.
+TRAIN = """Train a model. `hvdtrain train resnet ...` is the same as `python -m hvdtrain.resnet ...`.
 
 examples:
   hvdtrain train resnet --epochs 2 --width 0.25
   horovodrun -np 4 -H a:2,b:2 hvdtrain train resnet
 """
 
-DATA = """Prepare what training reads, or list what there is.
+DATA = """Prepare data for training, or list known data sets.
 
 examples:
   hvdtrain data list
@@ -37,8 +37,8 @@ examples:
 
 IMAGES = """Prepare a folder of images, one folder per class, for training.
 
-Every image is decoded, turned upright, resized and stored once in memory-mapped arrays, so that a run reads them at
-once. An interrupted preparation goes on where it was when the same command is given again.
+Images are decoded, turned upright and resized once, and stored in memory-mapped arrays. To resume an interrupted
+preparation, run the same command again.
 
 examples:
   hvdtrain data images Fish_Dataset fish --size 197x148 --gray --split 85/2/13
@@ -46,11 +46,10 @@ examples:
   python -m hvdtrain.resnet --data fish
 """
 
+CAPTIONS = """Prepare images with captions, such as Flickr8k, for training a captioning model.
 
-CAPTIONS = """Prepare images with sentences, Flickr8k as it is distributed for one, for training a captioning model.
-
-The source may hold Flickr8k.token.txt with its three lists, a captions.txt table, or COCO's or Karpathy's JSON. What
-is wrong with it is told by file and line. An interrupted preparation goes on when the same command is given again.
+The source may contain Flickr8k.token.txt with its three lists, a captions.txt table, or COCO's or Karpathy's JSON.
+Errors name the file and the line. To resume an interrupted preparation, run the same command again.
 
 examples:
   hvdtrain data captions Flickr8k prepared
@@ -60,7 +59,7 @@ examples:
 
 SOLAR = """Prepare measured irradiance for training: days of NREL's Oahu grid, raw MIDC exports, or BSRN files.
 
-Bad readings are marked by rules, counted, and never filled in. What is wrong with a file is told by file and line.
+Rules mark bad readings, which are counted and never filled in. Errors name the file and the line.
 
 examples:
   hvdtrain data solar 201003 oahu
@@ -68,9 +67,9 @@ examples:
   python -m hvdtrain.solar --data oahu --station AP1 --ahead 10
 """
 
-VGG16 = """Turn VGG16's published ImageNet weights into the file that `--weights` takes.
+VGG16 = """Convert VGG16's published ImageNet weights into a file for `--weights`.
 
-The source is torchvision's state dict (torch.save, safetensors or npz), or Keras' arrays as npz or safetensors.
+The source is torchvision's state dict (torch.save, safetensors or npz) or Keras' arrays (npz or safetensors).
 
 examples:
   hvdtrain data vgg16 vgg16-397923af.pth vgg16.safetensors
@@ -80,7 +79,7 @@ examples:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A module of hvdtrain with `main(arguments)`, which returns the exit code, and `parser()`."""
+    """A module with `main(arguments)`, which returns the exit code, and `parser()`."""
 
     module: str
 
@@ -93,7 +92,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A workload, run as `python -m MODULE` runs it."""
+    """A workload, run like `python -m MODULE`."""
 
     name: str
 
@@ -124,7 +123,7 @@ def _is_config_of(thing: Any, module: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Preparation:
-    """`hvdtrain data NAME SOURCE DESTINATION`: parses a config class, and prints what a function returns for it."""
+    """`hvdtrain data NAME SOURCE DESTINATION`: parses a config, calls a function with it, and prints the result."""
 
     name: str
     module: str
@@ -139,8 +138,8 @@ class Preparation:
 
     def run(self, arguments: list[str]) -> int:
         module, settings = self._about()
-        asked = parse(getattr(module, self.config), arguments, **settings)
-        print(json.dumps(getattr(module, self.function)(asked), indent=2))
+        config = parse(getattr(module, self.config), arguments, **settings)
+        print(json.dumps(getattr(module, self.function)(config), indent=2))
         return exits.OK
 
     def parser(self) -> ArgumentParser:
@@ -148,15 +147,15 @@ class Preparation:
         return OptionParser(getattr(module, self.config), **settings)
 
 
-# words -> (purpose, the command that takes the arguments after them)
+# words of the command -> (purpose, command)
 COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation]] = {
-    ("data", "list"): ("what data there is: size, licence, source, how to get it", Part("data.listed")),
+    ("data", "list"): ("list known data sets: size, licence, source", Part("data.listed")),
     ("data", "images"): (
         "prepare a folder of images for training",
         Preparation("images", "data.images", "ImagesConfig", "prepare", IMAGES),
     ),
     ("data", "captions"): (
-        "prepare images with sentences",
+        "prepare images with captions",
         Preparation("captions", "captions.prepare", "CaptionsConfig", "prepare", CAPTIONS),
     ),
     ("data", "solar"): (
@@ -164,29 +163,29 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation]] = {
         Preparation("solar", "data.solar_prepare", "SolarConfig", "prepare", SOLAR),
     ),
     ("data", "vgg16"): (
-        "VGG16's published weights as --weights takes them",
+        "convert VGG16's published weights for --weights",
         Preparation("vgg16", "models.vgg16_weights", "Vgg16Config", "import_weights", VGG16),
     ),
     ("caption",): ("caption images with a trained model", Part("captions.command")),
     ("tabular",): (
-        "test a trained CSV classifier, or predict classes: test, predict",
+        "apply a trained CSV classifier: test, predict",
         Part("training.predict"),
     ),
     ("cluster",): ("virtual hosts on this machine: up, down, status, exec, shell, hostfile", Part("lab.__main__")),
-    ("throttle",): ("limit the bandwidth of links, show it, verify it, put it back", Part("lab.throttle.__main__")),
-    ("doctor",): ("find what would make a job hang or crawl, before it starts", Part("doctor.__main__")),
-    ("monitors",): ("which power and resource sensors this host has", Part("monitors.__main__")),
-    ("sweep",): ("run a grid of experiments, skip what is done", Part("sweep.__main__")),
-    ("results",): ("tables, plots and a report from runs' records", Part("results.__main__")),
+    ("throttle",): ("limit the bandwidth of links, show, verify and clear the limits", Part("lab.throttle.__main__")),
+    ("doctor",): ("find problems that would make a job hang or crawl", Part("doctor.__main__")),
+    ("monitors",): ("list this host's power and resource sensors", Part("monitors.__main__")),
+    ("sweep",): ("run a grid of experiments, skip the finished ones", Part("sweep.__main__")),
+    ("results",): ("tables, plots and reports from run folders", Part("results.__main__")),
 }
 GROUPS = {"train": TRAIN, "data": DATA}
-"""First words of several commands, and their purpose"""
+"""Command groups and their help"""
 SHELLS = ("bash", "zsh")
 HELP: tuple[list[str], ...] = ([], ["--help"], ["-h"])
 
 
 def commands(group: str) -> dict[tuple[str, ...], tuple[str, Part | Preparation | Training]]:
-    """The commands of a group; without one all but the workloads."""
+    """The commands of a group, or all commands except the workloads."""
     if group != "train":
         return {words: command for words, command in COMMANDS.items() if group in ("", words[0])}
     from hvdtrain.config import workloads
@@ -195,34 +194,34 @@ def commands(group: str) -> dict[tuple[str, ...], tuple[str, Part | Preparation 
 
 
 def _about(module: str) -> str:
-    """The first sentence of a workload's docstring, which is read without importing the workload."""
+    """The first line of a workload's docstring, without importing the workload."""
     try:
         source = importlib.util.find_spec(module).loader.get_source(module)  # type: ignore[union-attr]
         about = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0].rstrip(".")
-    except Exception:  # as importing it will tell
+    except Exception:  # importing it reports the error
         return f"(cannot be read: {module})"
     return about[:1].lower() + about[1:]
 
 
 def usage(group: str = "") -> str:
-    """The commands, all or those of a group."""
+    """The list of all commands, or of a group's commands."""
     listed = {words: about for words, (about, _) in commands(group).items()}
-    more = "Each has a --help of its own."
+    more = "For help on a command, run it with --help."
     if not group:
-        listed = {("train", "WORKLOAD"): "train a model; `hvdtrain train` lists the workloads", **listed}
-        more += '\nCompletion of commands and flags: eval "$(hvdtrain --print-completion bash)" (or zsh)'
+        listed = {("train", "WORKLOAD"): "train a model (`hvdtrain train` lists the workloads)", **listed}
+        more += '\nFor completion in your shell: eval "$(hvdtrain --print-completion bash)" (or zsh)'
     lines = [f"  hvdtrain {' '.join(words):<17}{about}" for words, about in listed.items()]
     return "\n".join([GROUPS.get(group, "hvdtrain: distributed training over ordinary networks\n"), *lines, "", more])
 
 
 def completion(shell: str) -> str:
-    """A script that completes commands, flags and files. Raises Failure (2, 69)."""
+    """A shell script that completes commands, flags and files. Raises Failure (2, 69)."""
     if shell not in SHELLS:
-        raise Failure(f"--print-completion{shell and ' '}{shell}: give one of {', '.join(SHELLS)}", exits.USAGE)
+        raise Failure(f"--print-completion{shell and ' '}{shell}: choose one of {', '.join(SHELLS)}", exits.USAGE)
     try:
         import shtab
     except ImportError:
-        raise Failure("--print-completion needs shtab: pip install shtab", exits.UNREACHABLE) from None
+        raise Failure("--print-completion needs shtab; hint: pip install shtab", exits.UNREACHABLE) from None
 
     top = Parser(prog="hvdtrain", description="Distributed training over ordinary networks.")
     top.add_argument("--version", action="store_true")
@@ -241,12 +240,11 @@ def completion(shell: str) -> str:
 
 
 def main() -> NoReturn:
-    arguments = sys.argv[1:]
-    exits.end(command, arguments)
+    exits.end(command, sys.argv[1:])
 
 
 def command(arguments: list[str]) -> int:
-    """Runs the command that the words begin with; returns its exit code. Raises Failure."""
+    """Runs a command line and returns the exit code. Raises Failure."""
     group = arguments[0] if arguments and arguments[0] in GROUPS else ""
     if arguments[bool(group) :] in HELP:
         print(usage(group))
@@ -258,12 +256,12 @@ def command(arguments: list[str]) -> int:
         print(f"hvdtrain {__version__}")
         return exits.OK
     known = commands(group)
-    for words, (_, one) in known.items():
+    for words, (_, entry) in known.items():
         if tuple(arguments[: len(words)]) == words:
-            return one.run(arguments[len(words) :])
+            return entry.run(arguments[len(words) :])
     listed = [" ".join(words) for words in known] + [each for each in GROUPS if not group]
-    asked = " ".join(arguments[: 2 if group else 1])
-    raise Failure(f"unknown command {asked!r}{near(asked, listed)} (known: {', '.join(listed)})", exits.USAGE)
+    name = " ".join(arguments[: 2 if group else 1])
+    raise Failure(f"unknown command {name!r}{near(name, listed)} (known: {', '.join(listed)})", exits.USAGE)
 
 
 if __name__ == "__main__":

@@ -6,17 +6,15 @@ examples:
   mpirun -np 2 python -m hvdtrain.resnet --framework tensorflow --json
   python -m hvdtrain.resnet --config launch/presets/cruz2021_resnet34.toml --data PREPARED --dry-run
 
-Without --data it trains on handwritten digits that come with hvdtrain. `hvdtrain data list` shows other data sets, and
-`hvdtrain data images` prepares a folder of images.
+Without --data it trains on handwritten digits that come with hvdtrain. `hvdtrain data list` shows other data sets.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Any
 
-from hvdtrain import data
+from hvdtrain import data, models
 from hvdtrain.comm import lifecycle
 from hvdtrain.config import options
 from hvdtrain.config.constraints import bounded, counts
@@ -34,10 +32,13 @@ class ResNetData(options.Data):
     """Images and their size."""
 
     data: str = "digits"
-    """'digits', 'fashion-mnist', 'idx:DIR' with files like MNIST's, or a folder made by `hvdtrain data images`"""
+    """digits, fashion-mnist, idx:DIR or a prepared folder
+
+    idx:DIR contains files like MNIST's. `hvdtrain data images` prepares a folder of images."""
     image_size: str | None = None
-    """N or WIDTHxHEIGHT to which images are resized (default: 32 for digits, otherwise unchanged); a prepared folder
-    has a fixed size"""
+    """N or WIDTHxHEIGHT (default: 32 for digits)
+
+    Images are resized to it; by default only digits are. A prepared folder has a fixed size."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,10 +48,14 @@ class ResNetConfig(ResNetData, options.TrainConfig):
     width: float = 1.0
     """Number of channels relative to ResNet-34"""
     zero_gamma: bool = True
-    """Start each block's last BatchNorm scale at 0, so that blocks start as the identity (Goyal et al., 2017)"""
+    """Start each block's last BatchNorm scale at 0
+
+    Blocks then start as the identity (Goyal et al., 2017)."""
     precise_bn: int = bounded(0, least=0)
-    """Recompute BatchNorm statistics from each rank's last N batches of the epoch before evaluation (precise BN: Wu and
-    Johnson, 2021); 0: use running statistics, which lag behind fast-changing weights"""
+    """Batches for exact BatchNorm statistics; 0: none
+
+    Statistics are computed from each rank's last N batches of the epoch before evaluation (precise BN: Wu and Johnson,
+    2021). Running statistics lag behind fast-changing weights."""
 
     def size(self) -> tuple[int, int] | None:
         """(width, height) of --image-size. Raises Failure (78) if it cannot be parsed."""
@@ -68,7 +73,7 @@ def main(stop: lifecycle.StopSignal) -> int:
     config, place = workload.begin(ResNetConfig, WORKLOAD, __doc__ or "")
 
     # 2. Data: memory-mapped splits.
-    dataset = data.load(config.data, config.size(), verify=config.verify_data and place.local_rank == 0)
+    dataset = data.load(config.data, config.size())
     height, width, channels = dataset.image_shape
     classes = len(dataset.classes)
 
@@ -102,17 +107,7 @@ def main(stop: lifecycle.StopSignal) -> int:
         hint = "BatchNorm needs two values: increase the batch size or --image-size"
         raise Failure(f"{message}; hint: {hint}", exits.BAD_CONFIG)
 
-    scope = job.data.scope
-
-    def model(part: range | None) -> Any:
-        if config.framework == "torch":
-            from hvdtrain.models.resnet_torch import ResNetTorch
-
-            return ResNetTorch(spec, part)
-        from hvdtrain.models.resnet_tf import ResNetTF
-
-        return ResNetTF(spec, workload.compute_dtype(config), scope(), part)
-
+    model = models.maker("resnet.ResNet", spec, config, job.data.scope)
     job = job.staged(model)
     if job.part and job.part.start:
         job = job.over(dataset.labels_only())

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from hvdtrain import models
 from hvdtrain.comm import lifecycle
 from hvdtrain.config import options
 from hvdtrain.config.constraints import bounded, counts
@@ -40,7 +41,7 @@ class SolarData(options.Data):
     """Readings and windows."""
 
     data: str = data.PACKAGED
-    """'pvanalytics', or a folder made by `hvdtrain data solar`"""
+    """pvanalytics, or a folder made by `hvdtrain data solar`"""
     station: str | None = None
     """Station to forecast (default: the folder's first)"""
     window: int = bounded(50, least=1)
@@ -54,19 +55,17 @@ class SolarConfig(SolarData, options.TrainConfig):
     """Options of this workload."""
 
     net: str | None = None
-    """A pyramid of the study, p1-k0 to p3-k9, or cnn, which sees maps of several stations or 50 windows of one
-    (default: p3-k1 with hidden layers of 100, 50 and 26). horovodrun uses --net for itself, so set HVDTRAIN_NET
-    there"""
+    """p1-k0 to p3-k9 of the study, or cnn (default: p3-k1)
+
+    p3-k1 is a pyramid with hidden layers of 100, 50 and 26. The CNN sees maps of several stations or 50 windows of one.
+    horovodrun uses --net for itself, so set HVDTRAIN_NET there."""
     hidden: str | None = None
-    """Hidden layers of another pyramid instead of --net: 100,50,25"""
+    """Hidden layers instead of --net: 100,50,25"""
     optimizer: Literal["sgd", "adam"] = "adam"
-    """SGD with --momentum, or Adam with its usual constants (0.9, 0.999, 1e-8)"""
     lr: float = bounded(1e-3, above=0)
-    """Learning rate for the global batch set by --batch-size or --global-batch-size"""
     epochs: int = bounded(6, least=1)
-    """Passes over the training windows"""
     batch_size: int | None = bounded(None, least=1)
-    """Samples per rank and step (default: 100); the global batch grows with the number of ranks"""
+    """Samples per rank and step (default: 100)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,27 +110,17 @@ class Forecast(metrics.Regression):
         return {**scores, **scaled, "skill": skill}
 
 
-def opened(config: SolarConfig, *, verify: bool = False) -> data.Windows:
+def opened(config: SolarConfig) -> data.Windows:
     """The windows for these options."""
-    series = data.load(config.data, verify=verify)
+    series = data.load(config.data)
     maps = len(set(series.places)) > 1
     look: data.Look = "window" if config.layers is not None else "map" if maps else "stack"
     return data.windows(series, look=look, window=config.window, ahead=config.ahead, station=config.station)
 
 
-def build(framework: str, spec: mlp.MLPSpec | nets.CNNSpec, part: range | None = None, **settings: Any) -> Any:
-    """The network of a spec, without values, or a `part` of its layers. `settings` are for TensorFlow."""
-    if framework == "torch":
-        from hvdtrain.models import mlp_torch, solar_torch
-
-        if isinstance(spec, nets.CNNSpec):
-            return solar_torch.CNNTorch(spec, part)
-        return mlp_torch.MLPTorch(spec, solar_torch.forecast_error, part)
-    from hvdtrain.models import mlp_tf, solar_tf
-
-    if isinstance(spec, nets.CNNSpec):
-        return solar_tf.CNNTF(spec, stage=part, **settings)
-    return mlp_tf.MLPTF(spec, solar_tf.forecast_error, stage=part, **settings)
+def network(spec: mlp.MLPSpec | nets.CNNSpec) -> tuple[str, dict[str, str]]:
+    """Name and options of the network of a spec, for `models.network`."""
+    return ("solar.CNN", {}) if isinstance(spec, nets.CNNSpec) else ("mlp.MLP", {"loss": "forecast_error"})
 
 
 def open_run(folder: Path, framework: str) -> tuple[Any, data.Windows]:
@@ -144,7 +133,8 @@ def open_run(folder: Path, framework: str) -> tuple[Any, data.Windows]:
     config = SolarConfig(**{name: value for name, value in manifest.config.items() if name in fields})
     spec = trained.spec(folder, manifest, nets.CNNSpec if config.layers is None else mlp.MLPSpec)
     trained.begin(framework)
-    model = build(framework, spec)
+    name, options = network(spec)
+    model = models.network(name, framework, spec, **options)
     trained.fill(model, parameters, framework)
     if framework == "torch":
         model.eval()
@@ -156,7 +146,7 @@ def main(stop: lifecycle.StopSignal) -> int:
     config, place = workload.begin(SolarConfig, WORKLOAD, __doc__ or "")
 
     # 2. Data: windows of readings, as views, split by time.
-    dataset = opened(config, verify=config.verify_data and place.local_rank == 0)
+    dataset = opened(config)
     about, layers = dataset.about, config.layers
     counts = {**about["windows_left_out"], "bad readings": sum(about["readings_flagged"].values())}
     left_out = ", ".join(f"{count:,} {reason}" for reason, count in counts.items() if count)
@@ -189,13 +179,8 @@ def main(stop: lifecycle.StopSignal) -> int:
     if job is None:  # a dry run
         return exits.OK
 
-    scope = job.data.scope
-
-    def model(part: range | None) -> Any:
-        if config.framework == "torch":
-            return build("torch", spec, part)
-        return build("tensorflow", spec, part, compute_dtype=workload.compute_dtype(config), scope=scope())
-
+    name, options = network(spec)
+    model = models.maker(name, spec, config, job.data.scope, **options)
     job = job.staged(model)
     replica = job.replica(model(job.part), numbers.initial_state(spec, config.seed, job.part))
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Any, Literal
+from typing import Literal
 
+from hvdtrain import models
 from hvdtrain.comm import lifecycle
 from hvdtrain.config import options
 from hvdtrain.config.constraints import bounded, counts
@@ -36,9 +37,11 @@ class TabularData(options.Data):
     """Table and its missing values."""
 
     data: str = "breast-cancer"
-    """A CSV file, or a data set that comes with hvdtrain: 'breast-cancer', 'iris', 'wine'"""
+    """A CSV file, or breast-cancer, iris or wine"""
     missing: Missing = "refuse"
-    """How to handle missing values: stop with an error, use the training part's mean, or drop the row"""
+    """Missing values: an error, the mean, or drop the row
+
+    The mean is that of the training part."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,9 +51,7 @@ class TabularConfig(TabularData, options.TrainConfig):
     layers: str = "30,10"
     """Units of each hidden layer, separated by commas"""
     optimizer: Literal["sgd", "adam"] = "adam"
-    """SGD with --momentum, or Adam with its usual constants (0.9, 0.999, 1e-8)"""
     lr: float = bounded(5e-3, above=0)
-    """Learning rate for the global batch set by --batch-size or --global-batch-size"""
 
     @property
     def hidden(self) -> tuple[int, ...]:
@@ -94,17 +95,7 @@ def main(stop: lifecycle.StopSignal) -> int:
     ).connect()
     if job is None:  # a dry run
         return exits.OK
-    scope = job.data.scope
-
-    def model(part: range | None) -> Any:
-        if config.framework == "torch":
-            from hvdtrain.models import mlp_torch
-
-            return mlp_torch.MLPTorch(spec, mlp_torch.cross_entropy, part)
-        from hvdtrain.models import mlp_tf
-
-        return mlp_tf.MLPTF(spec, mlp_tf.cross_entropy, workload.compute_dtype(config), scope(), part)
-
+    model = models.maker("mlp.MLP", spec, config, job.data.scope, loss="cross_entropy")
     job = job.staged(model)
     replica = job.replica(model(job.part), mlp.initial_state(spec, config.seed, job.part))
     return job.train(replica, stop, documents={tabular.COLUMNS_FILE: columns.as_json()})

@@ -36,42 +36,45 @@ SMALL = ["--image-size", "8", "--width", "0.125", "--batch-size", "48"]
 
 
 LIMIT_S = 300
-"""What takes longer hangs: a busy machine may take ten times what an idle one does"""
+"""Timeout for processes that may hang. A busy machine can be ten times slower than an idle one"""
 
-# A busy machine may stop a test for seconds between two examples.
+# On a busy machine, seconds may pass between two examples.
 UNHURRIED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("unhurried", deadline=None, suppress_health_check=UNHURRIED)
 settings.load_profile("unhurried")
 
 NETWORK_TOOLS = ("ip", "tc", "sshd")
 
-# The arrays of tests are small, and workers share the cores: several threads spin, waiting for one that has no core.
-# And a sum of one thread, in this process as in those it starts, has the same bits.
+# Tests share the cores, and several threads would spin while they wait for one that has no core. With one thread, sums
+# in this process and in those that it starts also have the same bits.
 os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTRAOP_THREADS"), "1")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # as workloads set it
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background command: so would be all that tests start
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background job
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `root` run where they can, and elsewhere say what they lack. Files with tests marked `alone` come
-    last, because then no other worker has much left to do."""
-    lacking = "root: sudo make test" if os.geteuid() else ""
+    """Skips tests marked `root` if they cannot run. Moves files with tests marked `alone` to the end, where the other
+    workers have little left to do."""
+    missing = "root: sudo make test" if os.geteuid() else ""
     for tool in NETWORK_TOOLS:
-        if not lacking and shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None:
-            lacking = f"{tool} (Debian: apt-get install iproute2 openssh-server)"
+        if not missing and shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None:
+            missing = f"{tool} (Debian: apt-get install iproute2 openssh-server)"
     for item in items:
-        if lacking and item.get_closest_marker("root"):
-            item.add_marker(pytest.mark.skip(reason=f"needs {lacking}"))
+        if missing and item.get_closest_marker("root"):
+            item.add_marker(pytest.mark.skip(reason=f"needs {missing}"))
     last = {item.path for item in items if item.get_closest_marker("alone")}
     items.sort(key=lambda item: item.path in last)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """With several workers (`pytest -n 2`, as `make test` has it) tests share a lock, which one marked `alone` has for
-    itself. Whoever waits for it holds the gate, so that later ones queue up behind."""
+    """Runs tests marked `alone` exclusively if there are several workers (`pytest -n 2`, as in `make test`).
+
+    Tests share a lock, and a test marked `alone` takes it exclusively. A waiting test holds the gate, so that later
+    tests queue behind it.
+    """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return (yield)
     with opened(item.config.rootpath) as lock:
@@ -92,13 +95,13 @@ def opened(folder: Path) -> Iterator[int]:
 
 @pytest.fixture
 def iproute2() -> None:
-    """For tests that look at this machine's network as any user may."""
+    """For tests that read this machine's network settings, without root."""
     if shutil.which("ip", path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None:
         pytest.skip("no ip on this machine (Debian: apt-get install iproute2)")
 
 
 class Cluster:
-    """A virtual cluster of the tests, driven by the command that users type."""
+    """A virtual cluster, controlled by the users' command."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -107,17 +110,17 @@ class Cluster:
         return [str(ROOT / "tools" / "cluster.sh"), words[0], "--name", self.name, *words[1:]]
 
     def run(self, *words: str, timeout_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
-        """`hvdtrain cluster WORDS` to its end; output as text."""
+        """Runs `hvdtrain cluster WORDS`."""
         return finished(self.command(*words), limit_s=timeout_s)
 
     def on(self, host: str, *words: str, timeout_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
-        """A command on a host."""
+        """Runs a command on a host."""
         return self.run("exec", host, "--", *words, timeout_s=timeout_s)
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two virtual hosts, a and b, with all of the machine's processor; unlimited links."""
+    """Two virtual hosts, a and b, that may use all cores and have unlimited links."""
     made = Cluster(f"t{secrets.token_hex(3)}")
     done = made.run("up", "--hosts", "a,b")
     assert done.returncode == 0, done.stderr
@@ -129,7 +132,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def half_core() -> Iterator[tuple[Path, list[str]]]:
-    """A control group with a quota of half a core, and what to put before a command to run it there. Needs root."""
+    """A control group with a quota of half a core, and the words that start a command in it. Needs root."""
     v2 = (cgroup.MOUNT / "cgroup.controllers").exists()
     group = cgroup.MOUNT / ("" if v2 else "cpu") / f"hvdtrain-test-{secrets.token_hex(3)}"
     group.mkdir()
@@ -145,12 +148,11 @@ def half_core() -> Iterator[tuple[Path, list[str]]]:
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The tests' environment without hvdtrain's own settings, one thread per rank, mpirun allowed for root,
-    ranks that wait give the core away."""
+    """This process's environment without hvdtrain's settings. mpirun may run as root, and waiting ranks yield."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HVDTRAIN_", "OMPI_COMM"))}
     return inherited | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "OMPI_MCA_mpi_yield_when_idle": "1",  # a waiting rank polls: tests' ranks are more than the cores
+        "OMPI_MCA_mpi_yield_when_idle": "1",  # waiting ranks poll, and there are fewer cores than ranks
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "HVDTRAIN_RECORD": "1" if "HVDTRAIN_RUN_DIR" in (extra or {}) else "0",  # scripts leave no folders here
@@ -158,16 +160,16 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     }
 
 
-def until(true: Callable[[], object], seconds: float = LIMIT_S, what: Callable[[], str] = str) -> None:
-    """Waits until it is true; fails after so long, telling `what` is the matter."""
+def until(condition: Callable[[], object], seconds: float = LIMIT_S, what: Callable[[], str] = str) -> None:
+    """Waits until the condition is true. After the timeout the test fails with the text of `what`."""
     deadline = time.monotonic() + seconds
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what()}"
         time.sleep(0.05)
 
 
 def command(ranks: int, arguments: list[str], launcher: str = "mpirun") -> list[str]:
-    """`arguments` to python on `ranks` ranks; without a launcher for ranks=0."""
+    """The command that runs Python with `arguments` on `ranks` ranks, or without a launcher for ranks=0."""
     python = [sys.executable, *arguments]
     if not ranks:
         return python
@@ -186,7 +188,7 @@ def command(ranks: int, arguments: list[str], launcher: str = "mpirun") -> list[
 def finished(
     words: Sequence[str | Path], *, extra: Mapping[str, str] | None = None, cwd: Path = ROOT, limit_s: float = LIMIT_S
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command in the tests' environment to its end (for `limit_s` at most); output as text."""
+    """Runs a command in the tests' environment, with a timeout."""
     return subprocess.run(
         words,
         env=environment(extra),
@@ -205,12 +207,12 @@ def launch(
     extra: Mapping[str, str] | None = None,
     limit_s: float = LIMIT_S,
 ) -> subprocess.CompletedProcess[str]:
-    """`finished` with `arguments` to python on `ranks` ranks; without a launcher for ranks=0."""
+    """Runs Python with `arguments` on `ranks` ranks, or without a launcher for ranks=0."""
     return finished(command(ranks, arguments, launcher), extra=extra, limit_s=limit_s)
 
 
 def forked(program: Callable[[], object], folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """What a process does that runs `program`: a fork of this one, which has imported what takes seconds."""
+    """Runs `program` in a fork of this process, which saves seconds of imports."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, Path(os.devnull).open() as null:
         pid = os.fork()
         if not pid:
@@ -242,7 +244,7 @@ def _child(program: Callable[[], object], folder: Path, streams: list[int]) -> N
 
 
 def alone(module: str, *words: str, extra: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """`python -m hvdtrain.MODULE WORDS` in a fork. Not for what imports TensorFlow or computes with PyTorch."""
+    """`python -m hvdtrain.MODULE WORDS` in a fork. Not for modules that import TensorFlow or compute with PyTorch."""
 
     def program() -> None:
         variables = environment(extra)
@@ -257,9 +259,9 @@ def alone(module: str, *words: str, extra: Mapping[str, str] | None = None) -> s
 
 
 def here(workload: str, *flags: str) -> Any:
-    """What `python -m hvdtrain.WORKLOAD --json FLAGS` prints. This process runs it, which has imported frameworks."""
+    """Runs `python -m hvdtrain.WORKLOAD --json FLAGS` in this process and returns its document."""
 
-    from hvdtrain.comm import lifecycle  # not above: it imports NumPy, which reads the variables there
+    from hvdtrain.comm import lifecycle  # imports NumPy, which reads the variables set above
 
     shown, stop = io.StringIO(), lifecycle.StopSignal()
     try:
@@ -275,21 +277,23 @@ def here(workload: str, *flags: str) -> Any:
 
 
 def first_of(ranks: int) -> dict[str, str]:
-    """What mpirun tells the first of so many ranks on one host."""
-    told = {"RANK": 0, "LOCAL_RANK": 0, "SIZE": ranks, "LOCAL_SIZE": ranks}
-    return {f"OMPI_COMM_WORLD_{what}": str(number) for what, number in told.items()}
+    """mpirun's variables for rank 0 of a job on one host."""
+    values = {"RANK": 0, "LOCAL_RANK": 0, "SIZE": ranks, "LOCAL_SIZE": ranks}
+    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in values.items()}
 
 
 def refused(module: str, *words: str, code: int, said: str, extra: Mapping[str, str] | None = None) -> None:
-    """The command ends with this code and one line, which has these words."""
+    """Checks that a command fails with this code and one line that contains `said`."""
     done = alone(module, *words, extra=extra)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (code, "", 1), done.stderr
     assert said in done.stderr
 
 
 def installed(folder: Path, entry: str, group: str = "hvdtrain.workloads") -> dict[str, str]:
-    """The variables with which Python finds a workload in the folder, `name = module`, as an installed package's; or
-    what another group of entry points names. Called again, it renames it."""
+    """Creates the metadata of an installed package in `folder`. Returns the variables with which Python finds it.
+
+    `entry` is its entry point, `name = module`. A second call replaces it.
+    """
     about = folder / "mine-1.0.dist-info"
     about.mkdir(exist_ok=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
@@ -299,14 +303,14 @@ def installed(folder: Path, entry: str, group: str = "hvdtrain.workloads") -> di
 
 @contextlib.contextmanager
 def failing(code: int, words: str | None = None) -> Iterator[pytest.ExceptionInfo[Failure]]:
-    """The block ends with a Failure of this code, in which these words (a regular expression) are found."""
+    """The block must raise a Failure with this code and a message that matches `words`, a regular expression."""
     with pytest.raises(Failure, match=words) as failure:
         yield failure
     assert failure.value.code == code, failure.value
 
 
 def fails(action: Callable[[], object], code: int, *words: str) -> None:
-    """The action ends with a Failure of this code and one line, which has all these words."""
+    """The action must raise a Failure with this code and one line that contains all words."""
     with failing(code) as failure:
         action()
     assert all(word in str(failure.value) for word in words), failure.value
@@ -314,7 +318,7 @@ def fails(action: Callable[[], object], code: int, *words: str) -> None:
 
 
 def document(done: subprocess.CompletedProcess[str]) -> Any:
-    """The one JSON document on stdout, behind whatever a launcher puts before it."""
+    """The JSON document on stdout, without the prefix that launchers add."""
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line[line.index("{") :] for line in done.stdout.splitlines() if "{" in line]
     assert len(lines) == 1, done.stdout
@@ -328,7 +332,6 @@ def resnet(ranks: int, *flags: str, launcher: str = "mpirun") -> subprocess.Comp
 def trainings(
     ranks: int, runs: list[dict[str, Any]], framework: str = "torch", workload: str = "resnet"
 ) -> tuple[list[int], str]:
-    """Exit codes of several trainings in one start of ranks, each a host of its own, and what they said (see
-    programs/strategy_runs.py)."""
+    """Exit codes and stderr of several trainings in one job, in which each rank acts as a host (strategy_runs.py)."""
     done = launch(ranks, [str(PROGRAMS / "strategy_runs.py"), framework, "1", json.dumps(runs), workload], limit_s=600)
     return document(done)["codes"], done.stderr

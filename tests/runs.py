@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import itertools
+import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from hvdtrain import records
 from hvdtrain.records.metrics import Accuracy
+from hvdtrain.results.__main__ import main
 
 BEGAN_UNIX_S = 1_790_000_000.0
 MADE = itertools.count()
@@ -52,8 +58,6 @@ class Made:
     fingerprint: str = "da4c"
     """SHA-256 of the data set"""
     seed: int = 0
-    started_utc: str | None = None
-    """None: one second after the previous run, because runs that agree in everything are treated as copies"""
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     exchange: dict[str, Any] = dataclasses.field(default_factory=dict)
     argv: Sequence[str] = ()
@@ -75,16 +79,12 @@ class Made:
     energy_w: dict[str, float] | None = None
     """Power of each device of a host; None: no monitors"""
     used: Sequence[str] = ("cpu0", "gpu0")
-    idle_w: dict[str, float] = dataclasses.field(default_factory=dict)
     interval_s: float = 0.5
-    inference: dict[int, float] = dataclasses.field(default_factory=dict)
-    """Batch size -> seconds"""
     kind: str | None = None
-    """If set, there is a point.json"""
+    """If set, there is an experiment.json"""
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Settings of the point, in addition to hosts"""
+    """Settings of the experiment, in addition to hosts"""
     sweep: str = "made"
-    repeat: int = 0
     marked: str | None = None
     complete: bool = True
 
@@ -116,13 +116,10 @@ class Made:
 def make(folder: Path, run: Made | None = None, **changes: Any) -> Path:
     """Writes the run into the new folder `folder`, and returns it."""
     run = dataclasses.replace(run or Made(), **changes)
-    if run.started_utc is None:
-        started = datetime.fromtimestamp(BEGAN_UNIX_S + next(MADE), UTC)
-        run = dataclasses.replace(run, started_utc=started.strftime("%Y-%m-%dT%H:%M:%SZ"))
     folder.mkdir(parents=True)
     records.write_document(folder / "manifest.json", records.as_json(manifest(run)))
     if run.kind is not None:
-        records.write_document(folder / "point.json", records.as_json(point(run)))
+        records.write_document(folder / "experiment.json", records.as_json(experiment(run)))
     writer = records.Writer(folder / "metrics" / "rank0000.jsonl")
     for record in metrics(run, folder):
         writer.write(record)
@@ -131,8 +128,23 @@ def make(folder: Path, run: Made | None = None, **changes: Any) -> Path:
         for host in range(run.hosts):
             monitor(folder / "monitors" / f"h{host}.jsonl", run, f"h{host}")
     if run.complete:
-        records.write_document(folder / "COMPLETE", {"schema": records.SCHEMA, "utc": run.started_utc})
+        records.write_document(folder / "COMPLETE", {"schema": records.SCHEMA})
     return folder
+
+
+def results(*words: object) -> Any:
+    """The JSON document that `hvdtrain results` prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main([*map(str, words), "--format", "json"]) == 0
+    return json.loads(out.getvalue(), parse_constant=pytest.fail)
+
+
+@contextlib.contextmanager
+def edited(path: Path) -> Iterator[Any]:
+    """A JSON file's document, written back after the block."""
+    document = json.loads(path.read_text())
+    yield document
+    path.write_text(json.dumps(document))
 
 
 def read_run(folder: Path, rank: int = 0) -> dict[str, list[Any]]:
@@ -155,15 +167,9 @@ def cut_off(folder: Path, copy: Path, step: int) -> None:
 def manifest(run: Made) -> records.Manifest:
     throttle = None if run.rate_mbit is None else {"up_mbit": run.rate_mbit, "down_mbit": run.rate_mbit}
     links = [
-        {
-            "host": f"h{host}",
-            "nic": "eth0",
-            "throttle": throttle,
-            "goodput_to": f"h{(host + 1) % run.hosts}",
-            "goodput_mbit": 0.93 * (run.rate_mbit or 5000.0),
-            "reason": None,
-        }
+        {"host": f"h{host}", "nic": "eth0", "throttle": throttle, "goodput_mbit": 0.93 * (run.rate_mbit or 5000.0)}
         for host in range(run.hosts)
+        if run.hosts > 1
     ]
     ranks = [
         {"host": f"h{host}", "local_rank": local, "device": run.device}
@@ -174,32 +180,28 @@ def manifest(run: Made) -> records.Manifest:
     chosen = {"framework": run.framework, "strategy": run.strategy}
     return records.Manifest(
         workload="resnet",
-        started_utc=str(run.started_utc),
+        # Runs that agree in everything are treated as copies.
+        started_utc=datetime.fromtimestamp(BEGAN_UNIX_S + next(MADE), UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         argv=["hvdtrain/resnet.py", *run.argv],
         config=CONFIG | chosen | {"epochs": run.epochs, "seed": run.seed, "batch_size": run.rank_batch} | run.config,
         exchange=run.exchange,
-        plan={
-            "ranks": run.ranks,
-            "rank_batch": run.rank_batch,
-            "global_batch": run.rank_batch * run.ranks,
-            "steps": run.steps,
-        },
+        plan={"rank_batch": run.rank_batch, "global_batch": run.rank_batch * run.ranks, "steps": run.steps},
         data={"name": "digits", "classes": 10, "fingerprint": run.fingerprint, "train": run.samples_per_epoch},
         model={"name": "resnet34", "parameters": run.parameters},
         metric=Accuracy().as_json(),
         ranks=ranks,
         backend=run.backend or ("mpi" if run.ranks > 1 else "none"),
-        links=links if run.hosts > 1 else [],
+        links=links,
         versions={"python": "3.11.7", "torch": "2.13.0", "tensorflow": None},
         git_commit="0" * 40,
     )
 
 
-def point(run: Made) -> records.Point:
-    return records.Point(
+def experiment(run: Made) -> records.Experiment:
+    return records.Experiment(
         sweep=run.sweep,
-        point=f"hosts{run.hosts}-rate{run.rate_mbit}",
-        repeat=run.repeat,
+        experiment=f"hosts{run.hosts}-rate{run.rate_mbit}",
+        repeat=0,
         kind=run.kind or "timing",
         attempt=1,
         order=0,
@@ -274,7 +276,6 @@ def summary(run: Made, folder: Path, ended_unix_s: float) -> records.Summary:
         strategy=run.strategy,
         ranks=run.ranks,
         hosts=run.hosts,
-        inference=[{"samples": samples, "median_s": median_s} for samples, median_s in run.inference.items()],
         parameters=run.parameters,
         global_batch=run.rank_batch * run.ranks,
         epochs=run.epochs,
@@ -292,12 +293,7 @@ def summary(run: Made, folder: Path, ended_unix_s: float) -> records.Summary:
         bytes_sent=2 * (run.ranks - 1) * 4 * run.parameters // run.ranks * run.steps,
         first_step_s=3.0,
         peak_rss_bytes=300_000_000,
-        nic_bytes=[
-            {"host": f"h{host}", "nic": "eth0", "sent_bytes": nic_bytes, "received_bytes": nic_bytes - host}
-            for host in range(run.hosts)
-        ]
-        if run.hosts > 1
-        else [],
+        nic_bytes=[{"host": f"h{host}", "sent_bytes": nic_bytes - host} for host in range(run.hosts) if run.hosts > 1],
         began_unix_s=BEGAN_UNIX_S,
         ended_unix_s=ended_unix_s,
     )
@@ -317,8 +313,6 @@ def monitor(path: Path, run: Made, host: str) -> None:
             interval_s=run.interval_s,
             monitors=["power", "resources"],
             devices=devices,
-            idle_s=10.0 if run.idle_w else None,
-            idle_w=run.idle_w,
         )
     )
     left_s = run.epochs * (run.epoch_s + run.validation_s + run.checkpoint_s) + run.test_s
@@ -332,13 +326,6 @@ def monitor(path: Path, run: Made, host: str) -> None:
                 unix_s=unix_s,
                 seconds=seconds,
                 energy_j={name: watts * seconds for name, watts in power_w.items()},
-                cpu_percent=80.0,
-                ranks=[{"rank": 0, "cpu_percent": 95.0, "rss_bytes": 300_000_000}],
-                ram_used_bytes=2_000_000_000,
-                gpus=[{"device": name, "utilisation_percent": 70.0} for name in power_w if name.startswith("gpu")],
-                nics=[{"nic": "eth0", "sent_bytes": 500_000, "received_bytes": 500_000}],
-                disk_read_bytes=0,
-                disk_written_bytes=4096,
             )
         )
     writer.close()

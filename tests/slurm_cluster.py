@@ -1,8 +1,8 @@
-"""A real Slurm on virtual hosts: munged, slurmctld and one slurmd per host, everything they keep in one folder.
+"""A real Slurm on virtual hosts: munged, slurmctld and one slurmd per host, with all files in one folder.
 
-The daemons run inside the hosts' namespaces, in the foreground, and are ended by their process ids. They also end if
-the test process dies (prctl(2), PR_SET_PDEATHSIG); `cluster down` ends what a job left. Needs root and Debian's
-slurm-wlm and munge. See slurm.conf(5), munged(8).
+The daemons run in the foreground inside the hosts' namespaces. They end if the test process dies (prctl(2),
+PR_SET_PDEATHSIG), and `cluster down` ends the remaining processes of jobs. Needs root and Debian's slurm-wlm and munge.
+See slurm.conf(5), munged(8).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from hvdtrain.system.commands import calling_user
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 STOP_S = 15
-"""Before daemons are killed"""
+"""Time for daemons to end before they are killed"""
 
 
 def missing() -> str | None:
-    """Why Slurm cannot run here, None if it can."""
+    """The reason why Slurm cannot run here, or None."""
     if os.geteuid():
         return "needs root"
     absent = [program for program in PROGRAMS if shutil.which(program, path=SYSTEM_PATH) is None]
@@ -37,13 +37,13 @@ def missing() -> str | None:
 
 
 def pmix_missing() -> str | None:
-    """Why `srun --mpi=pmix` cannot work here. Slurm's plug-in opens libpmix.so, which is in Debian's libpmix-dev."""
+    """The reason why `srun --mpi=pmix` cannot work here, or None. Its plug-in opens libpmix.so."""
     library = next(Path("/usr/lib").glob("*/pmix2/lib/libpmix.so"), None)
     return None if library else "no libpmix.so for Slurm's PMIx plug-in: apt-get install libpmix-dev"
 
 
 class SlurmCluster:
-    """Slurm whose controller is on the cluster's first host and whose nodes are all of its hosts."""
+    """Slurm with its controller on the first host. All hosts are nodes."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
@@ -53,7 +53,7 @@ class SlurmCluster:
     # --- daemons -----------------------------------------------------------------------------------------------------
 
     def settings(self) -> str:
-        """slurm.conf(5). Short waits, so that a job starts at once, also after a requeue (cred_expire)."""
+        """The content of slurm.conf(5). Short waits let jobs start immediately, also after a requeue (cred_expire)."""
         here, first = self.folder, self.nodes[0]
         nodes = "".join(
             f"NodeName={node} NodeAddr={self.cluster.address(node)} CPUs=4 State=UNKNOWN\n" for node in self.nodes
@@ -93,7 +93,7 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
 """
 
     def start(self) -> None:
-        """Raises AssertionError with the logs' last lines if it is not ready in time."""
+        """Starts the daemons. Raises AssertionError with the ends of the logs after a timeout."""
         for name in ("state", *(f"{kind}-{node}" for kind in ("spool", "tmp") for node in self.nodes)):
             (self.folder / name).mkdir()
         key = self.folder / "munge.key"
@@ -134,7 +134,7 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
         )
 
     def stop(self) -> None:
-        """Cancels what runs, then ends the daemons, the last started first; kills those that do not."""
+        """Cancels all jobs and ends the daemons in reverse order."""
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
             self.clear()
         for daemon in reversed(self._daemons):
@@ -152,10 +152,10 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
         found = sorted([*self.folder.glob("*.log"), *self.folder.glob("*.out")])
         return "\n".join(f"== {path.name}\n" + "\n".join(_lines(path)[-15:]) for path in found)
 
-    # --- what a user does --------------------------------------------------------------------------------------------
+    # --- commands of users -------------------------------------------------------------------------------------------
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-        """A login shell's: nothing of a virtual environment in it, so that jobs must find theirs."""
+        """A login shell's environment. Jobs must activate their virtual environment themselves."""
         return {
             "PATH": SYSTEM_PATH,
             "HOME": os.environ.get("HOME", "/root"),
@@ -176,7 +176,7 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
         extra: Mapping[str, str] | None = None,
         timeout: int = LIMIT_S,
     ) -> subprocess.CompletedProcess[str]:
-        """On the first node; output as text. A command that takes longer is killed and fails the test."""
+        """Runs a command on the first node. After the timeout it is killed and the test fails."""
         return subprocess.run(
             [*virtual.inside(self.cluster, self.nodes[0]), "env", f"--chdir={cwd or self.folder}", "--", *words],
             env=self.environment(extra),
@@ -187,18 +187,18 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
         )
 
     def submit(self, *words: str | Path, cwd: Path, output: Path) -> int:
-        """The job's number."""
+        """Submits a job and returns its number."""
         done = self.run(["sbatch", "--parsable", f"--output={output}", *map(str, words)], cwd=cwd)
         assert done.returncode == 0, done.stderr
         return int(done.stdout)
 
     def job(self, number: int) -> dict[str, str]:
-        """What `scontrol show job` says: JobState, ExitCode, Restarts ..."""
+        """The fields of `scontrol show job`: JobState, ExitCode, Restarts ..."""
         text = self.run(["scontrol", "show", "job", str(number), "--oneliner"]).stdout
         return dict(re.findall(r"(\w[\w:/]*)=(\S*)", text))
 
     def ended(self, number: int, output: Path) -> dict[str, str]:
-        """Waits until the job has ended for good."""
+        """Waits until the job has ended and will not be requeued."""
         last = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
         until(
             lambda: self.job(number)["JobState"] in last,
@@ -207,7 +207,7 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
         return self.job(number)
 
     def processes(self) -> set[int]:
-        """Process ids on the nodes, Slurm's daemons and sshd included."""
+        """Process ids on the nodes, including the daemons of Slurm and sshd."""
         return {pid for node in self.nodes for pid in lifecycle.processes(self.cluster.netns(node))}
 
 
@@ -222,7 +222,7 @@ def tail(path: Path) -> str:
 
 @contextlib.contextmanager
 def slurm(folder: Path, *, name: str, nodes: str = "a,b") -> Iterator[SlurmCluster]:
-    """A virtual cluster with Slurm on it; afterwards nothing of either is left."""
+    """A virtual cluster with Slurm, which is removed afterwards."""
     cluster = topology.from_names(
         nodes, cluster=name, user=calling_user(), slots=2, cpu_share=None, cpus=None, rate=None
     )

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import failing
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_stages import stepped
 from twins import Arrays, Found, Model, tensorflow_gradients, tf, told, torch, torch_gradients
 from twins import one_thread as one_thread
 
 from hvdtrain.data import Batch
+from hvdtrain.models import layers_tf, layers_torch
 from hvdtrain.models.captioner import CaptionerSpec, initial_state, layers, parameters
 from hvdtrain.models.captioner_tf import CaptionerTF
 from hvdtrain.models.captioner_torch import CaptionerTorch
@@ -181,17 +179,7 @@ def test_the_study_s_model_has_its_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("vocabulary", 4),
-        ("encoder", "vgg19"),
-        ("image_size", (64, 0)),
-        ("features", 0),
-        ("embedding", 0),
-        ("hidden", -1),
-        ("dropout", 1.0),
-        ("dropout", float("nan")),
-    ],
+    ("field", "value"), [("vocabulary", 4), ("encoder", "vgg19"), ("image_size", (64, 0)), ("dropout", float("nan"))]
 )
 def test_a_bad_spec_is_refused_by_name(field: str, value: Any) -> None:
     with failing(BAD_CONFIG, field):
@@ -218,16 +206,6 @@ def test_initial_values_follow_their_distributions() -> None:
 
 
 @SPECS
-def test_both_twins_hold_exactly_the_neutral_arrays(spec: CaptionerSpec) -> None:
-    state = worn(spec)
-    for twin in (Torch(spec, state), TensorFlow(spec, state)):
-        held = twin.state()
-        assert list(held) == list(parameters(spec))
-        for name, array in state.items():
-            np.testing.assert_array_equal(held[name], array)
-
-
-@SPECS
 @TWINS
 def test_one_pass_is_a_row_for_each_word(spec: CaptionerSpec, twin: type[Twin]) -> None:
     drawn, state = sample(spec), worn(spec)
@@ -251,23 +229,6 @@ def test_same_weights_same_loss_hits_and_gradients(spec: CaptionerSpec) -> None:
         np.testing.assert_allclose(other_gradients[name], gradient, atol=1e-4 * np.abs(gradient).max(), err_msg=name)
 
 
-@settings(max_examples=10)
-@given(
-    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=6).map(tuple),
-    sizes=st.tuples(st.integers(5, 30), st.integers(1, 20), st.integers(1, 20), st.integers(1, 20)),
-)
-def test_same_gradients_for_any_shape(lengths: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-    vocabulary, features, embedding, hidden = sizes
-    spec = replace(FEATURES, vocabulary=vocabulary, features=features, embedding=embedding, hidden=hidden)
-    drawn, state = sample(spec, lengths), worn(spec)
-    one, other = Torch(spec, state), TensorFlow(spec, state)
-    np.testing.assert_allclose(softmax(one.logits(drawn)), softmax(other.logits(drawn)), atol=1e-4)
-    _, _, gradients = one.gradients(drawn, training=False)
-    _, _, other_gradients = other.gradients(drawn, training=False)
-    for name, gradient in gradients.items():
-        np.testing.assert_allclose(other_gradients[name], gradient, atol=1e-4, err_msg=name)
-
-
 @SPECS
 @TWINS
 def test_word_by_word_is_the_one_pass(spec: CaptionerSpec, twin: type[Twin]) -> None:
@@ -286,18 +247,6 @@ def test_word_by_word_is_the_one_pass(spec: CaptionerSpec, twin: type[Twin]) -> 
     np.testing.assert_allclose(np.stack(steps, 1)[said], softmax(model.logits(drawn)), atol=1e-5)
 
 
-@SPECS
-@TWINS
-def test_images_are_encoded_without_dropout_whatever_the_mode(spec: CaptionerSpec, twin: type[Twin]) -> None:
-    drawn, state = sample(spec), worn(spec)
-    model = twin(spec, state)
-    model.logits(drawn, training=True)  # leaves PyTorch in training
-    expected = [reference_image(spec, state, image) for image in drawn[0]]
-    drawn[0].setflags(write=False)  # as a memory map's
-    with warnings.catch_warnings(action="error"):
-        np.testing.assert_allclose(model.encode(drawn[0]), expected, atol=1e-4)
-
-
 @TWINS
 def test_padding_and_neighbours_change_nothing(twin: type[Twin]) -> None:
     model, (inputs, tokens, key) = twin(SMALL, worn(SMALL)), sample(SMALL)
@@ -310,14 +259,6 @@ def test_padding_and_neighbours_change_nothing(twin: type[Twin]) -> None:
     alone = [model.gradients((inputs[i : i + 1], tokens[i : i + 1], key), training=False) for i in range(len(tokens))]
     assert sum(each[0] for each in alone) == pytest.approx(loss, rel=1e-5)
     assert sum(each[1]["correct"] for each in alone) == sums["correct"]
-
-
-@TWINS
-def test_without_an_encoder_the_image_is_not_looked_at(twin: type[Twin]) -> None:
-    model, (inputs, tokens, key) = twin(WORDLESS, worn(WORDLESS)), sample(WORDLESS)
-    assert model.gradients((inputs, tokens, key))[0] == model.gradients((inputs + 1, tokens, key))[0]
-    assert (model.encode(inputs) == 0).all()
-    assert not any(name.startswith(("image", "encoder")) for name in model.state())
 
 
 def test_tensorflow_compiles_once_for_all_lengths_and_batches() -> None:
@@ -343,26 +284,12 @@ def parted(drawn: Sample) -> Batch:
     return replace(caption_batch(drawn), arrays=(), parts=(caption_batch(drawn, 0, 1), caption_batch(drawn, 1)))
 
 
-@SPECS
-@TWINS
-def test_micro_batches_add_up_to_the_whole_batch(spec: CaptionerSpec, twin: type[Twin]) -> None:
-    """Losses, hits and gradients, of captions of unequal length."""
-    spec = replace(spec, dropout=0.0)
-    drawn, row = sample(spec), layers(spec, 5)
-    known, found = [
-        stepped(twin.__name__.lower(), lambda _: twin(spec, worn(spec)).model, row, 0, batch, metrics.Accuracy())
-        for batch in (caption_batch(drawn), parted(drawn))
-    ]
-    np.testing.assert_allclose(found, known, rtol=1e-4, atol=1e-6)
-
-
-@SPECS
-def test_tensorflow_s_parts_are_the_whole(spec: CaptionerSpec) -> None:
+def test_tensorflow_s_parts_are_the_whole() -> None:
     """At every cut, with dropout. PyTorch's are in test_stages.py."""
-    row, batch = layers(spec, 5), parted(sample(spec))
+    row, batch = layers(SMALL, 5), parted(sample(SMALL))
 
     def make(stage: range | None) -> Any:
-        return TensorFlow(spec, worn(spec), stage=stage).model
+        return TensorFlow(SMALL, worn(SMALL), stage=stage).model
 
     known, *others = [stepped("tensorflow", make, row, at, batch, metrics.Accuracy()) for at in range(len(row))]
     for found in others:
@@ -373,39 +300,15 @@ def test_tensorflow_s_parts_are_the_whole(spec: CaptionerSpec) -> None:
 # Dropout.
 
 
-def show_masks(spec: CaptionerSpec) -> Arrays:
-    """Weights by which the logits are the dropped-out image (positive), or the LSTM's view of a dropped-out word."""
-    size = spec.hidden
-    state = {name: np.zeros(shape, np.float32) for name, shape in parameters(spec).items()}
-    state["merge.weight"], state["words.weight"] = np.eye(size, dtype=np.float32), np.eye(size, dtype=np.float32)
-    if spec.encoder == "vgg16":
-        state["image.weight"] = np.eye(size, dtype=np.float32)
-    else:  # gates open, new content from the word
-        state["embedding.weight"][:] = 1
-        state["lstm.weight_ih"][2 * size : 3 * size] = np.eye(size)
-        state["lstm.bias"][:] = np.repeat([50.0, -50.0, 0.0, 50.0], size)
-    return state
-
-
-@pytest.mark.parametrize("dropout", [0.5, 0.2])
-@pytest.mark.parametrize("encoder", ["vgg16", "none"])
-@TWINS
-def test_dropout_keeps_its_share_and_the_mean(twin: type[Twin], encoder: Any, dropout: float) -> None:
-    spec = CaptionerSpec(vocabulary=100, encoder=encoder, features=100, embedding=100, hidden=100, dropout=dropout)
-    _, tokens, key = sample(spec, (1,) * 50)
-    drawn = np.ones((50, 100), np.float32), tokens, key
-    model = twin(spec, show_masks(spec))
-    kept = np.float32(1 / (1 - dropout)) if encoder == "vgg16" else np.tanh(np.tanh(1 / (1 - dropout)))
-    logits = model.logits(drawn, training=True)
-    assert logits.shape == (100, 100)  # a word and the end, of 50 captions
-    values = np.unique(logits.round(4))
-    np.testing.assert_allclose(values, [0, kept], atol=1e-4)
-    assert (logits > 1e-6).mean() == pytest.approx(1 - dropout, abs=0.03)
-    if encoder == "vgg16":  # one mask per caption
-        np.testing.assert_array_equal(logits[::2], logits[1::2])
-    rows = logits[::2] if encoder == "vgg16" else logits
-    assert len(np.unique(rows, axis=0)) == len(rows), "every row draws its own"
-    assert (model.logits(drawn) > 0).all(), "no dropout in evaluation"
+def test_dropout_keeps_its_share_and_the_mean() -> None:
+    x, key = np.ones((1000, 100), np.float32), np.array([3, 2**31 + 5])
+    for kept in (
+        layers_torch.dropped(torch.from_numpy(x), 0.2, torch.from_numpy(key)).numpy(),
+        layers_tf.dropped(tf.constant(x), 0.2, tf.constant(key)).numpy(),
+    ):
+        np.testing.assert_allclose(np.unique(kept), [0, 1.25])
+        assert (kept > 0).mean() == pytest.approx(0.8, abs=0.01)
+        assert len(np.unique(kept, axis=0)) == len(kept), "each row has its own mask"
 
 
 @TWINS
@@ -422,44 +325,19 @@ def test_dropout_is_a_function_of_the_key(twin: type[Twin]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# It learns, and in half precision it stays close.
+# In half precision it stays close.
 
 
-@TWINS
-def test_it_learns_captions_that_only_the_image_tells(twin: type[Twin]) -> None:
-    """Eight images, each with three binary words. Without the image, each word costs log 2."""
-    captions = np.array([[1, *(4 + 2 * place + bit for place, bit in enumerate(bits)), 2, 0] for bits in EIGHT])
-    final = {}
-    for encoder in ("vgg16", "none"):
-        spec = CaptionerSpec(vocabulary=10, encoder=encoder, features=8, embedding=16, hidden=24, dropout=0.0)
-        drawn = np.eye(8, dtype=np.float32), captions, np.zeros(2, np.int64)
-        state, velocity = initial_state(spec, 1), dict.fromkeys(parameters(spec), np.float32(0))
-        model = twin(spec, state)
-        for _ in range(150):
-            loss, _, gradients = model.gradients(drawn)
-            for name, gradient in gradients.items():
-                velocity[name] = np.float32(0.9) * velocity[name] - np.float32(0.1 / 32) * gradient
-                state[name] = state[name] + velocity[name]
-            model.load(state)
-        final[encoder] = loss / 8
-    assert final["none"] == pytest.approx(3 * np.log(2), abs=0.1)
-    assert final["vgg16"] < 0.2
-
-
-EIGHT = list(itertools.product((0, 1), repeat=3))
-
-
-@pytest.mark.parametrize(("kind", "tolerance"), [("bfloat16", 0.03), ("float16", 0.005)])
-def test_half_precision_stays_close(kind: str, tolerance: float) -> None:
+def test_bfloat16_stays_close() -> None:
     spec = CaptionerSpec(vocabulary=30, encoder="small", embedding=32, hidden=32)
     drawn, state = sample(spec, (3, 12, 1, 5)), initial_state(spec, 0)
     exact = Torch(spec, state).logits(drawn)
-    one, other = Torch(spec, state), TensorFlow(spec, state, getattr(tf, kind))
-    with torch.autocast("cpu", getattr(torch, kind)):
+    one, other = Torch(spec, state), TensorFlow(spec, state, tf.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
         ours, (_, _, our_gradients) = one.logits(drawn), one.gradients(drawn)
     theirs, (_, _, their_gradients) = other.logits(drawn), other.gradients(drawn)
     for logits in (ours, theirs):
         assert logits.dtype == np.float32
-        assert np.linalg.norm(logits - exact) < tolerance * np.linalg.norm(exact)
+        assert np.linalg.norm(logits - exact) < 0.03 * np.linalg.norm(exact)
     for arrays in (our_gradients, their_gradients):
         assert all(array.dtype == np.float32 and np.isfinite(array).all() for array in arrays.values())

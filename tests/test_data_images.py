@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -78,12 +78,13 @@ def contents(folder: Path) -> dict[str, str]:
 # Conversion.
 
 
-@pytest.mark.parametrize("gray", [True, False])
-@pytest.mark.parametrize("dtype", ["uint8", "float16", "float32"])
+@pytest.mark.parametrize(("gray", "dtype"), [(True, "uint8"), (False, "float16"), (True, "float32")])
 def test_the_arrays_are_what_pillow_makes_by_hand(tmp_path: Path, gray: bool, dtype: str) -> None:
     source = tree(tmp_path / "in", ending="jpg")
+    prepare(config(tmp_path, gray=gray, dtype=dtype, dry_run=True))
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
     prepare(config(tmp_path, gray=gray, dtype=dtype))
-    dataset = open_images(tmp_path / "out", verify=True)
+    dataset = open_images(tmp_path / "out")
     assert dataset.image_shape == (16, 20, 1 if gray else 3) and dataset.classes == ("class0", "class1", "class2")
     by_hand: dict[bytes, int] = {}
     for path in source.rglob("*.jpg"):
@@ -96,38 +97,19 @@ def test_the_arrays_are_what_pillow_makes_by_hand(tmp_path: Path, gray: bool, dt
     assert [np.bincount(part.labels).tolist() for part in parts] == [[3, 3, 3], [1, 1, 1], [1, 1, 1]]
 
 
-@pytest.mark.parametrize("ending", ["jpg", "png", "gif", "bmp", "tif", "webp"])
-def test_every_format(tmp_path: Path, ending: str) -> None:
-    photo().save(tmp_path / f"p.{ending}")
-    row = pixels(str(tmp_path / f"p.{ending}"), (44, 60, 3))
-    assert np.abs(row.astype(int) - np.asarray(photo())).mean() < 16
-
-
-def test_luma_is_itu_r_601(tmp_path: Path) -> None:
+def test_colours_and_depths_become_eight_bits(tmp_path: Path) -> None:
+    """Luma is ITU-R 601, ink becomes light, 16-bit gray is scaled, and 16-bit colour keeps its high byte."""
+    path, weights = str(tmp_path / "p.tif"), [0.299, 0.587, 0.114]
     rgb = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-    Image.fromarray(rgb).save(tmp_path / "p.png")
-    luma = pixels(str(tmp_path / "p.png"), (32, 32, 1))[..., 0]
-    assert np.abs(luma - rgb @ [0.299, 0.587, 0.114]).max() <= 0.51
-
-
-@pytest.mark.parametrize("ending", ["jpg", "tif"])
-def test_cmyk_is_converted(tmp_path: Path, ending: str) -> None:
-    Image.new("CMYK", (16, 16), (10, 200, 30, 40)).save(tmp_path / f"p.{ending}")
+    Image.fromarray(rgb).save(path)
+    assert np.abs(pixels(path, (32, 32, 1))[..., 0] - rgb @ weights).max() <= 0.51
+    Image.new("CMYK", (16, 16), (10, 200, 30, 40)).save(path)
     expected = [(255 - ink) * (255 - 40) / 255 for ink in (10, 200, 30)]
-    assert np.abs(pixels(str(tmp_path / f"p.{ending}"), (4, 4, 3)) - expected).max() < 3
-    luma = np.dot(expected, [0.299, 0.587, 0.114])
-    assert np.abs(pixels(str(tmp_path / f"p.{ending}"), (4, 4, 1)) - luma).max() < 3
-
-
-@pytest.mark.parametrize("ending", ["png", "tif"])
-def test_sixteen_bits_are_scaled(tmp_path: Path, ending: str) -> None:
-    wide = np.linspace(0, 65535, 64 * 64).astype(np.uint16).reshape(64, 64)
-    Image.fromarray(wide).save(tmp_path / f"p.{ending}")
-    row = pixels(str(tmp_path / f"p.{ending}"), (64, 64, 1))[..., 0]
-    assert np.abs(row - wide / 257).max() <= 0.5
-
-
-def test_sixteen_bit_colour_keeps_its_high_byte(tmp_path: Path) -> None:
+    assert np.abs(pixels(path, (4, 4, 3)) - expected).max() < 3
+    assert np.abs(pixels(path, (4, 4, 1)) - np.dot(expected, weights)).max() < 3
+    gray = np.linspace(0, 65535, 64 * 64).astype(np.uint16).reshape(64, 64)
+    Image.fromarray(gray).save(path)
+    assert np.abs(pixels(path, (64, 64, 1))[..., 0] - gray / 257).max() <= 0.5
     wide = np.random.default_rng(0).integers(0, 65536, (8, 8, 3)).astype(">u2")
     lines = b"".join(b"\0" + line.tobytes() for line in wide)
     (tmp_path / "p.png").write_bytes(png(8, 8, depth=16, colour=2, data=lines))
@@ -139,12 +121,6 @@ def test_exif_orientation_turns_the_image_upright(tmp_path: Path) -> None:
     exif[0x0112] = 6  # the camera was turned: the file is to be rotated by 90 degrees clockwise
     upright.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "p.png", exif=exif)
     assert np.array_equal(pixels(str(tmp_path / "p.png"), (44, 60, 3)), np.asarray(upright))
-
-
-def test_fast_jpeg_is_near_the_exact_way(tmp_path: Path) -> None:
-    photo(size=(800, 600)).save(tmp_path / "p.jpg", quality=95)
-    exact, fast = (pixels(str(tmp_path / "p.jpg"), (60, 80, 1), way).astype(int) for way in (False, True))
-    assert 0 < np.abs(exact - fast).mean() < 3
 
 
 # Where it goes.
@@ -162,29 +138,9 @@ def test_the_seed_decides_and_nothing_else(tmp_path: Path) -> None:
     assert len(np.unique(labels[:10])) > 1, "classes are mixed"
 
 
-def test_dry_run_makes_nothing(tmp_path: Path) -> None:
-    tree(tmp_path / "in")
-    summary = prepare(config(tmp_path, dry_run=True))
-    assert summary["counts"] == {"train": [3, 3, 3], "validation": [1, 1, 1], "test": [1, 1, 1]}
-    assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"size": "20"},
-        {"size": "0x5"},
-        {"size": "20x16x3"},
-        {"split": "85/2/12"},
-        {"split": "85/15"},
-        {"split": "0/50/50"},
-        {"split": "a/b/c"},
-        {"dtype": "int8"},
-        {"on_bad_sample": "ask"},
-        {"seed": -1},
-        {"max_bad_samples": -1},
-        {"workers": -1},
-    ],
+    [{"size": "20"}, {"size": "0x5"}, {"split": "85/15"}, {"split": "0/50/50"}, {"dtype": "int8"}, {"workers": -1}],
 )
 def test_invalid_options_name_the_flag(tmp_path: Path, wrong: dict[str, Any]) -> None:
     fails(lambda: config(tmp_path, **wrong), BAD_CONFIG, f"--{next(iter(wrong)).replace('_', '-')} ")
@@ -221,11 +177,9 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "PostScript": (lambda path: photo().save(path, "EPS"), "not a JPEG, PNG"),
     "one pixel": (lambda path: Image.new("L", (1, 1)).save(path, "PNG"), "1x1 pixels are too small"),
     "bomb": (lambda path: path.write_bytes(png(12_000, 12_000)), "decompression bomb"),
-    "great bomb": (lambda path: path.write_bytes(png(60_000, 60_000)), "decompression bomb"),
     "32 bits": (lambda path: Image.new("F", (8, 8)).save(path, "TIFF"), "32 bits"),
     "link out of the tree": (leaving_link, "leaves the tree"),
     "link to nothing": (lambda path: path.symlink_to(path.parent / "none"), "a link to no file"),
-    "link to a folder": (lambda path: path.symlink_to(path.parent), "a link to no file"),
     "pipe": (os.mkfifo, "not a plain file"),
 }
 
@@ -255,23 +209,6 @@ def test_bad_samples_are_capped(tmp_path: Path) -> None:
     assert len(prepare(config(tmp_path, **skip, max_bad_samples=4))["bad_samples"]) == 4
 
 
-def test_a_fixed_sample_restarts_the_work(tmp_path: Path) -> None:
-    bad = tree(tmp_path / "in") / "class1" / "bad.png"
-    bad.touch()
-    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "class1/bad.png")
-    photo(7).save(bad)
-    assert prepare(config(tmp_path))["samples"] == 16
-
-
-def test_a_state_without_its_array_is_ignored(tmp_path: Path) -> None:
-    (tree(tmp_path / "in") / "class1" / "bad.png").touch()
-    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "bad.png")
-    shutil.rmtree(tmp_path / ".out.unfinished" / "result")
-    summary = prepare(config(tmp_path, on_bad_sample="skip"))
-    assert summary["resumed_rows"] == 0 and summary["samples"] == 15
-    assert open_images(tmp_path / "out", verify=True).train.samples.any(axis=(1, 2, 3)).all()
-
-
 def test_unsuitable_trees_are_errors(tmp_path: Path) -> None:
     fails(lambda: prepare(config(tmp_path)), BAD_DATA, "is not a folder")
     source = tree(tmp_path / "in", classes=1)
@@ -292,31 +229,17 @@ def test_unsuitable_trees_are_errors(tmp_path: Path) -> None:
     fails(lambda: prepare(config(tmp_path, destination=str(source / "new"))), BAD_CONFIG, "is inside the source")
 
 
-def test_an_unreadable_folder_is_named(tmp_path: Path) -> None:
-    source = tree(tmp_path / "in")
-    for folder in (tmp_path, *tmp_path.parents):
-        if ROOT and folder.stat().st_uid == 0 and folder != Path("/") and not folder.stat().st_mode & 0o001:
-            folder.chmod(0o711)  # the user nobody must be able to pass pytest's folder
-    (source / "class1").chmod(0o000)
-    # Imports come first, since the user nobody may not have access to the package.
-    code = f"""
-import os, sys
-from fractions import Fraction
-from pathlib import Path
-from hvdtrain.data.tree import find
-from hvdtrain.system.exits import Failure
-if {ROOT}:
-    os.setgid(65534)
-    os.setuid(65534)
-try:
-    find(Path(sys.argv[1]), 0, (Fraction(1), Fraction(0), Fraction(0)))
-except Failure as failure:
-    print(failure)
-    sys.exit(failure.code)
-"""
-    done = subprocess.run([sys.executable, "-c", code, str(source)], capture_output=True, text=True, timeout=LIMIT_S)
-    (source / "class1").chmod(0o755)
-    assert done.returncode == NO_PERMISSION and "class1: Permission denied" in done.stdout, done
+def test_an_unreadable_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree(tmp_path / "in")
+    scan = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if Path(path).name == "class1":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    fails(lambda: prepare(config(tmp_path)), NO_PERMISSION, "class1: Permission denied")
 
 
 # Interruptions, full disks, other people's folders.
@@ -336,10 +259,9 @@ def rows_done(result: Path) -> int:
     return int(json.loads(state.read_text())["rows"]) if state.exists() else 0
 
 
-@pytest.mark.parametrize("bad", [0, 3])
-def test_killed_half_way_continues_with_the_same_bytes(tmp_path: Path, bad: int) -> None:
+def test_killed_half_way_continues_with_the_same_bytes(tmp_path: Path) -> None:
     source = tree(tmp_path / "in", each=40)
-    for number in range(bad):
+    for number in range(3):
         (source / "class2" / f"bad{number}.png").touch()
     changes = {"on_bad_sample": "skip", "workers": 2, "size": "64x64"}
     for share in (0.2, 0.6):
@@ -407,9 +329,9 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_memory_stays_flat(tmp_path: Path) -> None:
-    """Eight times the images need the same peak memory (pages of the array belong to the system)."""
+    """Ten times the images need the same peak memory (pages of the array belong to the system)."""
     few, many = tmp_path / "few", tmp_path / "many"
-    for folder, each in ((few, 150), (many, 1200)):
+    for folder, each in ((few, 40), (many, 400)):
         for label in "ab":
             (folder / "in" / label).mkdir(parents=True)
             for number in range(each):
@@ -419,11 +341,11 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
     code += "print(max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))"
     peaks_kib = []
     for folder in (few, many):
-        settings = config(folder, size="96x96", workers=2)
+        settings = config(folder, size="160x160", workers=2)
         words = [sys.executable, "-c", code, json.dumps(vars(settings))]
         done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=LIMIT_S)
         peaks_kib.append(int(done.stdout))
-    assert (many / "out" / "samples.npy").stat().st_size > 125 * 2**20
+    assert (many / "out" / "samples.npy").stat().st_size > 115 * 2**20
     assert peaks_kib[1] - peaks_kib[0] < 10 * 1024
 
 
@@ -464,29 +386,21 @@ def headless(folder: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no index": (lambda folder: (folder / "index.json").unlink(), "index.json does not exist"),
-    "no labels": (lambda folder: (folder / "labels.npy").unlink(), "labels.npy does not exist"),
     "torn index": (lambda folder: (folder / "index.json").write_text('{"schema": '), "index.json is damaged"),
-    "binary index": (lambda folder: (folder / "index.json").write_bytes(b"\xff\xfe\0"), "index.json is damaged"),
-    "index of another kind": (lambda folder: (folder / "index.json").write_text("[]"), "index.json is damaged"),
     "later schema": (lambda folder: change_index(folder, lambda i: i.update(schema="x/9")), "schema 'x/9'"),
-    "field missing": (lambda folder: change_index(folder, lambda i: i.pop("counts")), "index.json is damaged"),
     "other counts": (
         lambda folder: change_index(
             folder, lambda i: i["counts"]["train"].reverse() or i["counts"]["train"].__setitem__(0, 2)
         ),
         "its counts",
     ),
-    "other classes": (lambda folder: change_index(folder, lambda i: i["classes"].pop()), "its counts"),
     "text as classes": (lambda folder: change_index(folder, lambda i: i.update(classes="abc")), "'abc'"),
-    "numbers as classes": (lambda folder: change_index(folder, lambda i: i.update(classes=[1, 2, 3])), "[1, 2, 3]"),
     "a class twice": (
         lambda folder: change_index(folder, lambda i: i.update(classes=["a", "b", "a"])),
         "a class twice",
     ),
     "escapes": (lambda folder: change_index(folder, lambda i: i.update(classes=["a", "b", "\x1b[2J"])), r"\x1b[2J"),
     "other size": (lambda folder: change_index(folder, lambda i: i.update(width=10)), "samples.npy contains"),
-    "other dtype": (lambda folder: change_index(folder, lambda i: i.update(dtype="float32")), "samples.npy contains"),
-    "no dtype": (lambda folder: change_index(folder, lambda i: i.update(dtype="int16")), "dtype 'int16'"),
     "endless": (lambda folder: change_index(folder, lambda i: i.update(samples=10**30)), "index.json is damaged"),
     "negative": (lambda folder: change_index(folder, lambda i: i["counts"]["test"].__setitem__(0, -1)), "-1"),
     "short samples": (lambda folder: os.truncate(folder / "samples.npy", 1000), "samples.npy has 1000 bytes"),
@@ -511,7 +425,7 @@ def copied(prepared: Path, folder: Path) -> Path:
     return folder / "samples.npy"
 
 
-def test_a_host_verifies_once_and_again_when_the_file_changed_or_on_demand(
+def test_a_host_verifies_once_and_again_when_the_file_changed(
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -525,23 +439,13 @@ def test_a_host_verifies_once_and_again_when_the_file_changed_or_on_demand(
     flip(samples)
     os.utime(samples, ns=(about.st_atime_ns, about.st_mtime_ns))  # a disk's error changes no time
     open_images(tmp_path)
-    fails(lambda: open_images(tmp_path, verify=True), BAD_DATA, "samples.npy is damaged")
     os.utime(samples)
     fails(lambda: open_images(tmp_path), BAD_DATA, "samples.npy is damaged")
-
-
-def test_without_a_cache_that_can_be_written_it_is_verified_each_time(
-    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    samples = copied(prepared, tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(samples))
-    open_images(tmp_path)
-    flip(samples)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(samples))  # without a cache it is verified each time
     fails(lambda: open_images(tmp_path), BAD_DATA, "samples.npy is damaged")
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -0.5, -0.0, 1.01])
+@pytest.mark.parametrize(("value", "dtype"), [(np.nan, "float16"), (-0.5, "float16"), (1.01, "float32")])
 def test_values_outside_0_to_1_are_refused(
     prepared: Path, tmp_path: Path, value: float, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -558,11 +462,3 @@ def test_values_outside_0_to_1_are_refused(
     stated["sha256"] = hashlib.sha256(samples.read_bytes()).hexdigest()
     change_index(tmp_path, lambda index: index["files"].update({"samples.npy": stated}))
     fails(lambda: open_images(tmp_path), BAD_DATA, "outside 0..1")
-
-
-def test_the_fingerprint_follows_the_content(prepared: Path, tmp_path: Path) -> None:
-    tree(tmp_path / "in")
-    prepare(config(tmp_path))
-    assert open_images(tmp_path / "out").fingerprint == open_images(prepared).fingerprint
-    prepare(config(tmp_path, seed=3, destination=str(tmp_path / "other")))
-    assert open_images(tmp_path / "other").fingerprint != open_images(prepared).fingerprint

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LIMIT_S, ROOT, Cluster, environment, finished, refused, until
+from conftest import LIMIT_S, ROOT, Cluster, environment, finished, until
 from test_doctor_rules import OPEN_MPI_5
 
 from hvdtrain.doctor import checks, link_checks
@@ -388,17 +388,3 @@ def test_human_readable_lines() -> None:
         word, rest = line[:6].strip(), line[6:]
         assert word in ("ok", "warn", "fail") and (" — " in rest or word == "ok")
     assert "\x1b" not in done.stdout and done.stderr == ""
-
-
-@pytest.mark.parametrize(
-    ("flags", "code", "words"),
-    [
-        (["-H", "a:x"], 2, "not HOST or HOST:SLOTS"),
-        (["-H", "-oProxyCommand=x"], 2, "expected one argument"),
-        (["-H=-oProxyCommand=x"], 2, "not a host name"),
-        (["--hostfile", "nowhere.txt"], 2, "nowhere.txt"),
-        (["-H", "a", "--hostfile", "b"], 2, "not allowed with"),
-    ],
-)
-def test_usage(flags: list[str], code: int, words: str) -> None:
-    refused("doctor", *flags, code=code, said=words)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
+import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hvdtrain.doctor import __main__ as doctor
 from hvdtrain.doctor import agent, checks, host_checks, link_checks
 
 OPEN_MPI_5 = "mpirun (Open MPI) 5.0.5\n\nReport bugs to https://www.open-mpi.org/community/help/"
@@ -53,30 +50,16 @@ def test_mpirun_must_be_of_the_same_family_as_horovods_library(flavour: str, lib
     assert checks.judge_mpi("a", "/bin/mpirun", flavour, "4.1", loaded, {}).status == status
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
-def test_each_pair_is_measured_once_and_no_host_twice_at_a_time(count: int) -> None:
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 9, 10, 33])
+def test_links_are_measured_once_and_each_host_once_at_a_time(count: int) -> None:
+    """All pairs of up to eight hosts are measured, and a ring of more hosts."""
     hosts = [f"n{i}" for i in range(count)]
     turns = link_checks.rounds(hosts)
-    assert sorted(tuple(sorted(pair)) for turn in turns for pair in turn) == sorted(
-        (a, b) for i, a in enumerate(hosts) for b in hosts[i + 1 :]
-    )
+    measured = sorted(tuple(sorted(pair)) for turn in turns for pair in turn)
+    ring = [(hosts[i], hosts[(i + 1) % count]) for i in range(count)]
+    expected = list(itertools.combinations(hosts, 2)) if count <= 8 else ring
+    assert measured == sorted(tuple(sorted(pair)) for pair in expected)
     assert all(len({host for pair in turn for host in pair}) == 2 * len(turn) for turn in turns)
-
-
-@pytest.mark.parametrize("count", [9, 10, 33])
-def test_many_hosts_are_measured_along_a_ring(count: int) -> None:
-    hosts = [f"n{i}" for i in range(count)]
-    turns = link_checks.rounds(hosts)
-    pairs = [pair for turn in turns for pair in turn]
-    assert sorted(pairs) == sorted((hosts[i], hosts[(i + 1) % count]) for i in range(count))
-    assert all(len({host for pair in turn for host in pair}) == 2 * len(turn) for turn in turns)
-    assert len(turns) <= 3
-
-
-def test_the_shortest_time_of_an_all_reduce() -> None:
-    """2(p-1)/p of 85.13 MB: once for two hosts, 1.5 times for four."""
-    assert link_checks.allreduce_s(10, 2) == pytest.approx(68.1, abs=0.01)
-    assert link_checks.allreduce_s(10, 4) == pytest.approx(68.1 * 1.5, abs=0.02)
 
 
 @pytest.mark.parametrize(
@@ -179,18 +162,6 @@ def test_the_interface_is_the_given_one_or_the_one_that_ssh_uses() -> None:
     assert pick(facts(interfaces=[]), None, None) is None
 
 
-def test_the_interface_if_ssh_uses_an_unlisted_address(iproute2: None) -> None:
-    """As with IPv6. Locally the route to the other hosts decides; for another host the address of its listed name."""
-    lo = {"name": "lo", "address": "127.0.0.9", "up": True, "carrier": True}
-    strange = ["fe80::1", "40000", "fe80::2", "22"]
-    known = {"a": facts(interfaces=[*NICS, lo], ssh_connection=[])}
-    known |= {name: facts(interfaces=NICS, ssh_connection=strange) for name in ("127.0.0.1", "10.1.0.2")}
-    agents: dict[str, Any] = dict.fromkeys(known)
-    report = doctor.Report(as_json=True)
-    hosts = doctor.Hosts("a", True, "python", argparse.Namespace(nic=None), report, agents, known)
-    assert [doctor.nic_of(name, hosts) for name in ("a", "10.1.0.2")] == [lo, NICS[2]]
-
-
 @pytest.mark.parametrize(
     ("resolves_to", "several", "status"),
     [
@@ -213,9 +184,3 @@ def test_a_throttle_from_an_earlier_run() -> None:
     (check,) = host_checks.throttled("b", facts(throttle=throttle))
     assert check.status == "warn" and "up 10 Mbit/s, 1 % loss" in check.what
     assert host_checks.throttled("b", facts()) == []
-
-
-def test_sensors_are_those_of_the_monitors_and_absent_if_these_do_not_run(tmp_path: Path) -> None:
-    (check,) = checks.sensors("a", sys.executable)
-    assert check.status == "ok" and check.facts["gpus"] >= 0
-    assert checks.sensors("a", str(tmp_path / "python")) == []

@@ -1,4 +1,4 @@
-"""Each file of examples/ as docs/guides/horovod-script.md starts it: two ranks, on one host or on two."""
+"""The files of examples/, run as in docs/guides/: two ranks, on one host or on two."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ ON_HOSTS = str(ROOT / "tests" / "programs" / "on_hosts.py")
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_example(example: Path, tmp_path: Path) -> None:
-    """It is short, and one rank says what was learnt."""
-    assert len(example.read_text().splitlines()) <= 40
     pytest.importorskip("keras" if "import keras" in example.read_text() else "torch")
     done = launch(2, [str(example)], extra={"HVDTRAIN_RUN_DIR": str(tmp_path / "run")})
     assert done.returncode == 0, done.stderr[-3000:]
-    learnt = re.search(r"test accuracy +([\d.]+)|([\d.]+) accuracy", done.stdout)
-    assert learnt and float(learnt[1] or learnt[2]) > 0.8, done.stdout
+    accuracy = re.search(r"test accuracy +([\d.]+)|([\d.]+) accuracy", done.stdout)
+    assert accuracy and float(accuracy[1] or accuracy[2]) > 0.8, done.stdout
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["plan"]["ranks"] == 2
     assert (tmp_path / "run" / "COMPLETE").exists()
     written = list(records.read(tmp_path / "run" / "metrics" / "rank0000.jsonl"))
@@ -33,24 +31,24 @@ def test_example(example: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_a_benchmark_as_horovods_documentation_writes_it(framework: str, tmp_path: Path) -> None:
-    """With nothing changed but the import it ends with Horovod's weights, whoever carries and starts it."""
+def test_horovods_synthetic_benchmark(framework: str, tmp_path: Path) -> None:
+    """If only the import changes, the final weights are Horovod's with each backend and launcher."""
     pytest.importorskip("keras" if framework == "tensorflow" else "torch")
     script = str(ROOT / "tests" / "programs" / f"synthetic_{framework}.py")
     started: list[tuple[str, str, dict[str, str]]] = [("horovod", "horovodrun", {}), ("hvdtrain", "torchrun", {})]
     if framework == "tensorflow":
-        streams = {"HVDTRAIN_STRATEGY": "hierarchical"}
-        started = [("hvdtrain", "horovodrun", {}), ("hvdtrain", "mpirun", streams)]
-    found = []
+        tcp = {"HVDTRAIN_STRATEGY": "hierarchical"}
+        started = [("hvdtrain", "horovodrun", {}), ("hvdtrain", "mpirun", tcp)]
+    weights = []
     for package, launcher, extra in started:
         norms = tmp_path / launcher
         words = [script, f"{package}.{framework}", str(norms)]
         done = launch(2, words, launcher, extra)
         assert done.returncode == 0, done.stderr[-3000:]
-        found.append(json.loads(norms.read_text()))
-    for other in found[1:]:
-        assert other.keys() == found[0].keys()
-        for name, values in found[0].items():
+        weights.append(json.loads(norms.read_text()))
+    for other in weights[1:]:
+        assert other.keys() == weights[0].keys()
+        for name, values in weights[0].items():
             np.testing.assert_allclose(other[name], values, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
@@ -62,10 +60,10 @@ def test_own_model_over_hosts_sends_less_with_powersgd(tmp_path: Path) -> None:
     lines = (tmp_path / "run" / "metrics" / "rank0000.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines if '"type":"step"' in line]
     parameters = json.loads((tmp_path / "run" / "manifest.json").read_text())["model"]["parameters"]
-    assert 0 < steps[0]["bytes_sent"] < parameters, "a quarter of what a ring of two sends"
+    assert 0 < steps[0]["bytes_sent"] < parameters, "a quarter of the bytes of a ring"
 
 
-def test_the_regression_of_the_page_learns(tmp_path: Path) -> None:
+def test_the_example_of_the_guide_learns(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     page = (ROOT / "docs" / "guides" / "hvdtrain-train.md").read_text()
     (code,) = re.findall(r"^```python\n(import torch\n.*?)^```$", page, re.M | re.S)

@@ -130,12 +130,12 @@ def test_a_rank_that_others_wait_for_is_reported_with_its_stack_and_ends_the_job
     ranks = re.findall(r"hvdtrain: rank (\d) on .* have waited 1 s for .*; its stack:\n.*most recent call", done.stderr)
     assert sorted(map(int, ranks)) == reported, done.stderr
     assert f'"{STALLING}", line' in done.stderr, "where it is"
-    said = fault_messages(done.stderr)
-    assert len(said) == bool(ends) and all(line.startswith(f"hvdtrain: {ends}") for line in said), done.stderr
+    reasons = set(fault_messages(done.stderr))  # the launcher repeats the reason at the end
+    assert len(reasons) == bool(ends) and all(line.startswith(f"hvdtrain: {ends}") for line in reasons), done.stderr
 
 
 @pytest.mark.root
-def test_a_transfer_of_many_stall_limits_is_not_one(cluster: Cluster) -> None:
+def test_a_long_transfer_is_not_a_stall(cluster: Cluster) -> None:
     """Rank 2 waits for the first rank of its host during the whole transfer."""
     throttle(cluster, "10mbit")
     try:
@@ -150,7 +150,7 @@ def fault_messages(output: str) -> list[str]:
     return re.findall(r"hvdtrain: .*; ending the job; .*", output)
 
 
-def test_a_stopped_rank_ends_the_job_and_so_does_a_killed_launcher(start: Callable[..., Job]) -> None:
+def test_stopped_ranks_and_killed_launchers_end_the_job(start: Callable[..., Job]) -> None:
     """The jobs with a killed launcher run while the deadline of the stopped ranks passes."""
     stopped = [start("mpirun"), start("horovodrun --gloo")]
     for job in stopped:
@@ -191,7 +191,7 @@ def test_a_killed_ssh_session_ends_the_job_on_all_hosts(
 
 
 @pytest.mark.root
-def test_a_flap_and_a_long_slow_transfer_raise_no_alarm_and_a_cut_link_ends_jobs_on_both_sides(
+def test_a_cut_link_ends_jobs_but_an_interruption_and_a_slow_transfer_do_not(
     cluster: Cluster, start: Callable[..., Job]
 ) -> None:
     """The link is saturated for longer than a silent host may be silent, and interrupted for a while."""
@@ -241,7 +241,7 @@ def datagrams(cluster: Cluster, way: str) -> list[int]:
 
 
 @pytest.mark.root
-def test_the_records_tell_throttle_goodput_and_bytes_of_each_host(cluster: Cluster, tmp_path: Path) -> None:
+def test_records_have_the_throttle_goodput_and_bytes_of_each_host(cluster: Cluster, tmp_path: Path) -> None:
     throttle(cluster, "100mbit")
     folder = tmp_path / "run"
     train = [*SMALL, "--epochs", "1", "--json", "--run-dir", str(folder)]
@@ -273,7 +273,7 @@ def test_the_records_tell_throttle_goodput_and_bytes_of_each_host(cluster: Clust
 
 
 @pytest.mark.root
-def test_the_last_checkpoint_outlives_a_killed_rank_and_the_advice_names_it(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_resumes_from_the_last_checkpoint_after_a_killed_rank(cluster: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     flags = [*SMALL, "--epochs", "40", "--checkpoint-steps", "3", "--run-dir", str(folder)]
     many = ["launch/mpirun.sh", "-H", "a:1,b:1"]

@@ -1,4 +1,4 @@
-"""Laws of files that others may have written: what is no plain file, too large or too deep is refused, in no time."""
+"""Files from untrusted sources: special files, oversized and deeply nested content, locks, damaged npz archives."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import io
 import json
 import os
 import resource
-import signal
-import socket
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,134 +16,38 @@ import pytest
 from conftest import failing
 from hypothesis import given
 from hypothesis import strategies as st
+from test_contract import FILES
 
-from hvdtrain import records
-from hvdtrain.captions.load import load
-from hvdtrain.config import options, parser
-from hvdtrain.data.prepared import open_images
-from hvdtrain.lab import throttle, topology
+from hvdtrain.lab import throttle
 from hvdtrain.lab.throttle.watchdog import Store
-from hvdtrain.models.vgg16_weights import Vgg16Config, import_weights, read_head
+from hvdtrain.models.vgg16_weights import Vgg16Config, import_weights
 from hvdtrain.sweep import execute
-from hvdtrain.sweep import file as sweep_file
-from hvdtrain.system import exits, files, hosts
+from hvdtrain.system import exits, files
 from hvdtrain.system.exits import CANNOT_WRITE, Failure
 
-
-class Hangs(BaseException):
-    pass
+HOSTILE = ("pipe", "socket", "zeros", "kernel messages", "sparse", "deep")
 
 
-@pytest.fixture(autouse=True)
-def patience() -> Iterator[None]:
-    """A reader that hangs fails; one on a busy machine does not."""
-
-    def rung(number: int, frame: Any) -> None:
-        raise Hangs
-
-    before = signal.signal(signal.SIGALRM, rung)
-    signal.alarm(120)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
-def images(path: Path) -> Any:
-    path.rename(path.with_name("index.json"))
-    return open_images(path.parent)
-
-
-def captioned(path: Path) -> Any:
-    path.rename(path.with_name("index.json"))
-    return load(str(path.parent))
-
-
-def with_config(path: Path) -> Any:
-    return parser.parse(options.TrainConfig, ["--config", str(path)], prog="x", purpose="")
-
-
-def journal(path: Path) -> Any:
-    path.rename(path.with_name("throttle-state.json"))
-    return Store(path.parent).load()
-
-
-READERS: dict[str, Callable[[Path], Any]] = {
-    "sweep": sweep_file.read,
-    "topology": lambda path: topology.from_toml(path, cluster=None, user=""),
-    "hostfile": hosts.read_hostfile,
-    "config": with_config,
-    "images": images,
-    "captions": captioned,
-    "record": lambda path: records.read_document(path, records.Manifest),
-    "weights": read_head,
-    "published weights": lambda path: import_weights(Vgg16Config(source=str(path), destination=f"{path}.out")),
-    "journal": journal,
-}
-
-
-def a_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def a_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as end:
-        end.bind(str(path))
-
-
-def endless(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def kernels(path: Path) -> None:
-    path.symlink_to("/proc/kmsg")  # calls itself a plain file of 0 bytes, and reading it does not end
-
-
-def large(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(1 << 40)  # sparse: a terabyte of zeros
-
-
-def deep(path: Path) -> None:
-    path.write_bytes(b"[" * 500_000)
-
-
-def deep_object(path: Path) -> None:
-    path.write_text("a = " + "{a = " * 60_000)
-
-
-def dotted(path: Path) -> None:
-    path.write_text("a." * 300_000 + "a = 1\n")
-
-
-def escapes(path: Path) -> None:
-    path.write_bytes(b"\x1b]0;owned\x07\x1b[2J\r")
-
-
-HOSTILE = [a_pipe, a_socket, endless, kernels, large, deep, deep_object, dotted, escapes]
-
-
-@pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("hostile", HOSTILE)
-def test_a_file_that_is_not_what_it_claims_is_refused_in_one_line(tmp_path: Path, hostile: Any, reader: str) -> None:
-    path = tmp_path / "\x1b[31mname.json"
-    hostile(path)
-    with pytest.raises(Failure) as refused:
-        READERS[reader](path)
-    assert str(refused.value).isprintable()
-    codes = [exits.USAGE, exits.BAD_DATA, exits.UNREACHABLE, exits.IO_ERROR, exits.BAD_CONFIG]
-    if hostile is kernels and os.geteuid():
-        codes = [exits.NO_PERMISSION]
-    assert refused.value.code in codes
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_throttle_files_are_rejected(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """test_contract.py tests the files that users name. These two are the throttle's own."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "throttle-state.json"
+    FILES[kind](path)
+    assert throttle.requested(path) is None
+    with pytest.raises(Failure) as failure:
+        Store(tmp_path).load()
+    assert failure.value.code in (exits.BAD_DATA, exits.IO_ERROR, exits.NO_PERMISSION, exits.BAD_CONFIG)
 
 
 @given(st.text())
-def test_an_error_text_is_one_printable_line_and_printable_texts_stay(text: str) -> None:
-    said = str(Failure(text))
-    assert said.isprintable()
-    assert said == text or not text.isprintable()
+def test_errors_are_one_printable_line(text: str) -> None:
+    message = str(Failure(text))
+    assert message.isprintable()
+    assert message == text or not text.isprintable()
 
 
-def test_the_lines_of_a_librarys_error_become_one() -> None:
+def test_the_lines_of_a_librarys_error_are_joined() -> None:
     assert str(Failure("no MPI library:\n  libmpi.so: not found\n\x1b")) == "no MPI library: libmpi.so: not found \\x1b"
 
 
@@ -155,26 +57,26 @@ DOTS = "." * 70
 @pytest.mark.parametrize(
     "text", [f"# {DOTS}", f'a = "\\"{DOTS}" # {DOTS}', f"a = '''\n{DOTS}'''", f'"{DOTS}" = """{DOTS}"""""']
 )
-def test_dots_in_comments_and_strings_of_toml_are_no_parts_of_a_key(text: str) -> None:
+def test_dots_in_comments_and_strings_of_toml_are_not_counted(text: str) -> None:
     assert files.from_toml(f"{text}\nlast = 1".encode())["last"] == 1
 
 
 @pytest.mark.parametrize(
     "start", ["", '"a".', 'x = """\n # """""\n', "x = '''\n \" # '''\n", 'x = {k = """\n # """, ', '"" = "\\\\" #"\n']
 )
-def test_no_string_or_comment_hides_a_key_of_many_parts(start: str) -> None:
+def test_toml_keys_with_many_parts_are_rejected(start: str) -> None:
     with pytest.raises(ValueError, match="a key of more than 64 parts"):
         files.from_toml(f"{start}{'a.' * 300_000}a = 1".encode())
 
 
 @pytest.mark.parametrize("text", ['"""\n' + '\\"""\n' * 150_000 + "\\", "'''\n" + "'' '\n" * 150_000, '"\n' * 400_000])
-def test_strings_that_stay_open_are_refused_in_no_time(text: str) -> None:
+def test_unclosed_strings_of_toml_are_rejected(text: str) -> None:
     with pytest.raises(ValueError):
         files.from_toml(text.encode())
 
 
 @given(st.recursive(st.none() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
-def test_documents_that_are_not_deep_are_read(value: Any) -> None:
+def test_documents_of_few_levels_are_read(value: Any) -> None:
     assert files.from_json(json.dumps(value)) == value
 
 
@@ -188,17 +90,10 @@ def test_the_deepest_document(levels: int) -> None:
         files.from_json(text)
 
 
-def test_a_throttle_that_is_none_is_none(tmp_path: Path) -> None:
-    for make in (a_pipe, endless, deep):
-        path = tmp_path / make.__name__
-        make(path)
-        assert throttle.requested(path) is None
-
-
 # --- locks ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_no_plain_file_is_not_replaced(tmp_path: Path) -> None:
+def test_special_files_are_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, Path()):
         with pytest.raises(Failure) as failed:
@@ -207,8 +102,8 @@ def test_what_is_no_plain_file_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "pipe").is_fifo() and [each.name for each in tmp_path.iterdir()] == ["pipe"]
 
 
-def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
-    """A limit on file sizes is a full disk that needs no root."""
+def test_a_full_disk_is_reported(tmp_path: Path) -> None:
+    """A limit on file sizes acts like a full disk and needs no root."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
@@ -218,46 +113,40 @@ def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     with Path("/dev/full").open("wb", buffering=0) as full, pytest.raises(OSError, match="No space") as failed:
         full.write(b"x")
-    told = files.unwritable("x", failed.value, "hint")
-    assert (told.code, str(told)) == (exits.IO_ERROR, "x: No space left on device; hint: free some space")
+    failure = files.unwritable("x", failed.value, "hint")
+    assert (failure.code, str(failure)) == (exits.IO_ERROR, "x: No space left on device; hint: free some space")
     assert not any(tmp_path.iterdir())
 
 
-def test_a_lock_file_is_made_and_locks(tmp_path: Path) -> None:
+def test_a_lock_excludes_others(tmp_path: Path) -> None:
     with files.locked(tmp_path / "lock"), pytest.raises(BlockingIOError), files.locked(tmp_path / "lock", wait=False):
-        raise AssertionError("two hold it")
+        raise AssertionError("two holders")
     with files.locked(tmp_path / "lock", wait=False):
         pass
 
 
-def a_link(path: Path, treasure: Path) -> None:
-    path.symlink_to(treasure)
+PLANTED: dict[str, Callable[[Path, Path], object]] = {
+    "symbolic link": lambda path, victim: path.symlink_to(victim),
+    "hard link": lambda path, victim: path.hardlink_to(victim),
+    "dangling link": lambda path, victim: path.symlink_to(victim.with_name("new")),
+    "pipe": lambda path, _: os.mkfifo(path),
+}
 
 
-def a_second_name(path: Path, treasure: Path) -> None:
-    path.hardlink_to(treasure)
-
-
-def a_dangling_link(path: Path, treasure: Path) -> None:
-    path.symlink_to(treasure.with_name("new"))
-
-
-@pytest.mark.parametrize("plant", [a_link, a_second_name, a_dangling_link, lambda path, _: a_pipe(path)])
-def test_a_sweeps_lock_follows_no_link_and_harms_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Any
-) -> None:
-    treasure = tmp_path / "treasure"
-    treasure.write_text("process of law, years of work")
-    plant(tmp_path / execute.MACHINE_LOCK, treasure)
+@pytest.mark.parametrize("kind", PLANTED)
+def test_a_sweeps_lock_follows_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("process of law, years of work")
+    PLANTED[kind](tmp_path / execute.MACHINE_LOCK, victim)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(Failure, match=execute.MACHINE_LOCK) as refused, execute.exclusive(tmp_path / "root"):
         pass
     assert refused.value.code == exits.CANNOT_WRITE
-    assert treasure.read_text() == "process of law, years of work"
+    assert victim.read_text() == "process of law, years of work"
     assert not (tmp_path / "new").exists()
 
 
-def test_a_sweeps_lock_truncates_nothing_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweeps_lock_does_not_overwrite_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     lock = tmp_path / execute.MACHINE_LOCK
     lock.write_text("years of work")
@@ -284,7 +173,7 @@ def head(text: bytes) -> bytes:
 
 
 NO_HEADS = [b"nothing", *map(head, (b"(" * 65535, b"(" * 5000, b"-" * 8000 + b"1", b"{[]: 1}", b"0x" + b"f" * 8000))]
-"""What Python's parser ends with errors of many types"""
+"""Python's parser raises errors of many types for these"""
 
 
 @pytest.mark.parametrize(
@@ -297,9 +186,7 @@ NO_HEADS = [b"nothing", *map(head, (b"(" * 65535, b"(" * 5000, b"-" * 8000 + b"1
         *((content, "damaged .its header cannot be read.") for content in NO_HEADS),
     ],
 )
-def test_an_npz_that_claims_more_than_it_holds_is_refused_before_it_is_unpacked(
-    tmp_path: Path, content: bytes, words: str
-) -> None:
+def test_an_npz_whose_header_does_not_match_is_rejected(tmp_path: Path, content: bytes, words: str) -> None:
     with zipfile.ZipFile(tmp_path / "w.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.npy", content)
     with failing(exits.BAD_DATA, words):

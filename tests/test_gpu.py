@@ -1,6 +1,6 @@
-"""Training on this machine's GPUs: `make gpu-check` runs these tests, and needs neither a network nor Horovod.
+"""Training on this machine's GPUs. `make gpu-check` runs these tests without a network or Horovod.
 
-HVDTRAIN_GPU_TESTS=cpu runs them on the CPU instead, to try the tests themselves.
+HVDTRAIN_GPU_TESTS=cpu runs them on the CPU, to test the tests.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def train(*flags: str, ranks: int = 1, framework: str = "torch") -> Any:
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 0.005), ("bf16", 0.05), ("fp16", 0.05)])
 def test_losses_equal_those_of_the_cpu(framework: str, precision: str, tolerance: float, tmp_path: Path) -> None:
-    """fp32 convolutions round to TF32 on a GPU, which is why its tolerance is not smaller."""
+    """GPUs round fp32 convolutions to TF32, which needs the tolerance of 0.005."""
     losses = []
     for device, at in (("cpu", "fp32"), (DEVICE, precision)):
         folder = tmp_path / f"{len(losses)}"
@@ -63,7 +63,7 @@ def test_losses_equal_those_of_the_cpu(framework: str, precision: str, tolerance
 
 @pytest.mark.parametrize("strategy", sorted({*strategies.ALGORITHMS, *strategies.REDUCERS} - {"allreduce", "native"}))
 def test_two_ranks_share_a_gpu_with_every_strategy(strategy: str, tmp_path: Path) -> None:
-    """The TCP backend moves the gradients, so that two ranks may use one GPU."""
+    """The TCP backend sends the gradients, so two ranks can use one GPU."""
     folder = tmp_path / "run"
     train("--strategy", strategy, "--epochs", "1", "--run-dir", str(folder), ranks=2)
     assert np.isfinite([step.loss for step in read_run(folder)["step"]]).all()

@@ -12,20 +12,20 @@ from twins import Arrays, Found, load, tensorflow_gradients, tf, told, torch_gra
 
 from hvdtrain.models import mlp_tf, mlp_torch
 from hvdtrain.models.mlp import MLPSpec, initial_state, multiply_adds, parameters
-from hvdtrain.records.metrics import Regression
+from hvdtrain.solar import Forecast
 from hvdtrain.system.exits import BAD_CONFIG
 
 SPEC = MLPSpec(inputs=7, hidden=(12, 5), outputs=4)
 
 
 def of_torch(spec: MLPSpec, loss: str, state: Arrays, drawn: Any) -> Found:
-    model = mlp_torch.MLPTorch(spec, getattr(mlp_torch, loss))
+    model = mlp_torch.MLPTorch(spec, loss)
     load(model, state)
     return torch_gradients(model, drawn)
 
 
 def of_tensorflow(spec: MLPSpec, loss: str, state: Arrays, drawn: Any) -> Found:
-    model = mlp_tf.MLPTF(spec, getattr(mlp_tf, loss))
+    model = mlp_tf.MLPTF(spec, loss)
     assert {name: tuple(each.shape) for name, each in model.weights.items()} == parameters(spec)
     load(model, state)
     signature = [tf.TensorSpec((None, *each.shape[1:]), each.dtype) for each in drawn]
@@ -41,12 +41,12 @@ def reference(spec: MLPSpec, state: Arrays, x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("hidden", [(), (12, 5)])
-@pytest.mark.parametrize("loss", ["cross_entropy", "squared_error"])
+@pytest.mark.parametrize("loss", ["cross_entropy", "forecast_error"])
 def test_the_twins_are_one_network_with_one_loss(loss: str, hidden: tuple[int, ...]) -> None:
     spec = MLPSpec(inputs=7, hidden=hidden, outputs=4 if loss == "cross_entropy" else 1)
     draw = np.random.default_rng(5)
     x = draw.normal(size=(33, 7)).astype(np.float32)
-    labels, numbers = draw.integers(0, 3, 33), draw.normal(size=33).astype(np.float32)
+    labels, targets = draw.integers(0, 3, 33), draw.normal(size=(33, 2)).astype(np.float32)
     state = {name: draw.normal(0, 0.5, shape).astype(np.float32) for name, shape in parameters(spec).items()}
     outputs = reference(spec, state, x)
     if loss == "cross_entropy":
@@ -55,12 +55,14 @@ def test_the_twins_are_one_network_with_one_loss(loss: str, hidden: tuple[int, .
         np.add.at(confusion, (labels, outputs.argmax(1)), 1)
         expected = {"confusion": confusion.ravel()}
     else:
-        error, truth = outputs[:, 0] - numbers, numbers.astype(np.float64)
+        truth, last = targets.T.astype(np.float64)
+        error = outputs[:, 0] - truth
         exact = (error**2).sum()
         expected = {"absolute": abs(error).sum(), "squared": (error**2).sum(), "signed": error.sum()}
         expected |= {"truth": truth.sum(), "truth_squared": (truth**2).sum()}
-        assert set(expected) == set(Regression.sums)
-    drawn = x, labels if loss == "cross_entropy" else numbers
+        expected["persistence"] = ((last - truth) ** 2).sum()
+        assert set(expected) == set(Forecast.sums)
+    drawn = x, labels if loss == "cross_entropy" else targets
     one, other = of_torch(spec, loss, state, drawn), of_tensorflow(spec, loss, state, drawn)
     for total, sums, _ in (one, other):
         assert total == pytest.approx(exact, rel=1e-5)

@@ -1,4 +1,4 @@
-"""The sampler process: what it writes is what happened, and however things end it is gone and nothing disturbed."""
+"""The sampler process: its records are correct, it always ends with its rank, and it never disturbs the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from conftest import LIMIT_S, PROGRAMS, ROOT, environment, until
 from hvdtrain import records
 from hvdtrain.monitors import sampler
 from hvdtrain.monitors.nvml import Nvml
-from hvdtrain.monitors.resources import TICK_S, Resources, _difference, _growth, group_cpu_s
+from hvdtrain.monitors.resources import TICK_S, Resources, group_cpu_s
 from hvdtrain.monitors.sensors import Sensor
 from hvdtrain.system import cgroup
 
@@ -36,7 +36,7 @@ def settings(extra: Mapping[str, str] | None = None, **options: Any) -> dict[str
 def watched(
     folder: Path, *words: str, before: tuple[str, ...] = (), extra: Mapping[str, str] | None = None, **options: Any
 ) -> tuple[dict[str, Any], list[Any], str]:
-    """Runs the program to its end: its own figures, the sampler's records, and what was said on stderr."""
+    """Runs the program to its end. Returns its own measurements, the sampler's records, and stderr."""
     done = subprocess.run(
         [*before, *command(folder, *words)],
         env=settings(extra, **options),
@@ -65,7 +65,7 @@ def test_power_alone_and_resources_alone(tmp_path: Path) -> None:
     assert sensors.devices
     assert sample.cpu_percent is None
     assert sample.ranks == sample.nics == []
-    (tmp_path / "psutil.py").write_text("")  # the current folder's is not the one to import
+    (tmp_path / "psutil.py").write_text("")  # modules of the current folder must not be imported
     there = ("env", "-C", str(tmp_path))
     facts, (sensors, sample, *_), _ = watched(tmp_path / "r", "sleep=0.15", before=there, names="resources")
     assert (sensors.monitors, sensors.devices, sample.energy_j) == (["resources"], [], {})
@@ -73,19 +73,19 @@ def test_power_alone_and_resources_alone(tmp_path: Path) -> None:
     assert facts["nothing"] is None
 
 
-# --- however it ends -------------------------------------------------------------------------------------------------
+# --- the end of a run -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("words", [["sleep=0.25", "die"], ["fork", "sleep=0.25", "die"]], ids=["alone", "forked"])
 def test_the_sampler_ends_with_a_killed_rank(words: list[str], tmp_path: Path) -> None:
-    """Also if a child that the rank forked lives on and holds the sampler's input open."""
+    """Even if a forked child of the rank survives and holds the sampler's input open."""
     with subprocess.Popen(
         command(tmp_path, *words), env=settings(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as rank:
         assert rank.stdout
-        told = json.loads(rank.stdout.readline())
+        facts = json.loads(rank.stdout.readline())
         assert rank.wait() == -signal.SIGKILL
-        sampler, *forked = map(int, told["children"])
+        sampler, *forked = map(int, facts["children"])
         try:
             until(lambda: not _alive(sampler), 60, lambda: "the sampler outlives its rank")
         finally:
@@ -93,7 +93,7 @@ def test_the_sampler_ends_with_a_killed_rank(words: list[str], tmp_path: Path) -
                 os.kill(pid, signal.SIGKILL)
     (path,) = tmp_path.glob("monitors/*.jsonl")
     assert path.read_bytes().endswith(b"\n")
-    assert samples(recorded(tmp_path))[-1].unix_s >= told["unix_s"]
+    assert samples(recorded(tmp_path))[-1].unix_s >= facts["unix_s"]
 
 
 def _alive(pid: int) -> bool:
@@ -103,29 +103,29 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def test_a_folder_that_cannot_be_written_costs_the_samples_only(tmp_path: Path) -> None:
-    (tmp_path / "monitors").write_text("in the way")
+def test_without_a_writable_folder_samples_are_missing_and_the_run_continues(tmp_path: Path) -> None:
+    (tmp_path / "monitors").write_text("a file instead of the folder")
     done = subprocess.run(command(tmp_path, "sleep=0.1"), env=settings(), capture_output=True, text=True)
     assert done.returncode == 0
     assert done.stderr.count("\n") == 1
     assert "sampling stops, the run continues" in done.stderr
 
 
-def test_a_killed_and_a_hanging_sampler_leave_the_run_alone(tmp_path: Path) -> None:
-    _, found, said = watched(tmp_path / "killed", "samples=2", f"kill={signal.SIGKILL:d}")
+def test_a_killed_or_hanging_sampler_does_not_disturb_the_run(tmp_path: Path) -> None:
+    _, found, stderr = watched(tmp_path / "killed", "samples=2", f"kill={signal.SIGKILL:d}")
     assert samples(found)
-    assert "ended early (-9); later samples are missing" in said
-    _, _, said = watched(tmp_path / "hangs", f"kill={signal.SIGSTOP:d}", "impatient=")
-    assert "did not end" in said
-    # signals that launchers send to all processes are the rank's to obey
+    assert "ended early (-9); later samples are missing" in stderr
+    _, _, stderr = watched(tmp_path / "hangs", f"kill={signal.SIGSTOP:d}", "impatient=")
+    assert "did not end" in stderr
+    # launchers send signals to all processes, but only the rank must react
     words = [f"kill={number:d}" for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)]
-    facts, found, said = watched(tmp_path / "signalled", *words, "sleep=0.1")
-    assert said == ""
+    facts, found, stderr = watched(tmp_path / "signalled", *words, "sleep=0.1")
+    assert stderr == ""
     assert samples(found)[-1].unix_s >= facts["ended"]["unix_s"]
 
 
-def test_samples_that_a_pause_left_out_are_not_made_up_for(tmp_path: Path) -> None:
-    """A second of ten samples is one sample: those behind it come when they would have come."""
+def test_samples_missed_during_a_pause_are_not_caught_up(tmp_path: Path) -> None:
+    """A pause of ten intervals gives one long sample; the later samples come at their usual times."""
     words = ("samples=2", f"kill={signal.SIGSTOP:d}", "sleep=1", f"kill={signal.SIGCONT:d}", "samples=2")
     _, (_, *rest), _ = watched(tmp_path, *words, names="power")
     seconds = [sample.seconds for sample in rest]
@@ -146,7 +146,7 @@ def test_a_resumed_run_appends(tmp_path: Path) -> None:
 
 @pytest.fixture
 def hardware(tmp_path: Path) -> dict[str, str]:
-    """The environment of a machine with one package, which takes nothing yet, and a GPU without an energy counter."""
+    """The environment of a machine with one package, at rest, and a GPU without an energy counter."""
     zone = tmp_path / "powercap" / "intel-rapl:0"
     zone.mkdir(parents=True)
     # The range is so large that a sample may be a minute late.
@@ -167,7 +167,7 @@ def test_energy_from_sensor_to_file_and_replayed(hardware: dict[str, str], tmp_p
     words = [f"replace={counter} 60000000000", "samples=2", f"replace={counter} 0", "samples=2"]
     words += [f"replace={hardware['FAKE_NVML']} {lost}", f"replace={counter} 123456", "samples=3"]
     ranks = [{"device": "cuda:0", "visible": None, "order": None}]
-    facts, found, said = watched(tmp_path / "run", *words, extra=hardware, ranks=ranks, idle_s=0.25)
+    facts, found, stderr = watched(tmp_path / "run", *words, extra=hardware, ranks=ranks, idle_s=0.25)
     sensors, rest = found[0], samples(found)
     about = {device["device"]: (device["source"], device["used"]) for device in sensors.devices}
     assert about == {"cpu0": ("rapl", False), "dram0": (None, False), "gpu0": ("nvml-power", True)}
@@ -178,13 +178,13 @@ def test_energy_from_sensor_to_file_and_replayed(hardware: dict[str, str], tmp_p
     assert facts["ready"]["s"] - facts["before"]["s"] > 0.25
     # package: 59,999,999,999 -> 60,000,000,000 -> 0 -> 123,456 with a range of 60,000,000,000
     assert round(sum(sample.energy_j["cpu0"] for sample in rest) * 1e6) == 1 + 1 + 123456
-    # GPU: 100 W until it is lost, then missing for good, whatever the exception; the rest goes on
+    # GPU: 100 W until it is lost, with any exception, then missing; the other sensors continue
     gpu = [sample.energy_j.get("gpu0") for sample in rest]
     assert gpu[0] == pytest.approx(100 * rest[0].seconds)
     assert gpu[-2:] == [None, None]
     assert rest[0].gpus == [{"device": "gpu0", "utilisation_percent": 7, "memory_used_bytes": 5}]
     assert rest[-1].gpus == [{"device": "gpu0", "utilisation_percent": None, "memory_used_bytes": None}]
-    assert said.count("gpu0 has no reading") == 1
+    assert stderr.count("gpu0 has no reading") == 1
 
 
 @pytest.mark.parametrize(
@@ -209,8 +209,10 @@ def test_energy_of_a_machine_is_recorded_by_one_host(
     """Rank 0 is on the host `first`, rank 1 here."""
     here = {"rank": 1, "device": device, "visible": None, "order": None}
     ranks = [{"host": "first"} | first, here]
-    facts, (sensors, *rest), said = watched(tmp_path / "run", "sleep=0.15", extra=hardware, ranks=ranks, names="power")
-    assert said == "" and facts["nothing"] is None, "the other host says whether there is something to measure"
+    facts, (sensors, *rest), stderr = watched(
+        tmp_path / "run", "sleep=0.15", extra=hardware, ranks=ranks, names="power"
+    )
+    assert stderr == "" and facts["nothing"] is None, "the other host reports missing sensors"
     assert {name for sample in rest for name in sample.energy_j} == recorded_here
     about = {device["device"]: device for device in sensors.devices}
     assert {name: about[name]["used"] for name in used} == used
@@ -219,7 +221,7 @@ def test_energy_of_a_machine_is_recorded_by_one_host(
         assert about[other]["reason"] == "recorded by host first, on the same machine"
 
 
-def test_nothing_to_measure_is_said(tmp_path: Path) -> None:
+def test_missing_sensors_are_reported(tmp_path: Path) -> None:
     extra = {"HVDTRAIN_POWERCAP": str(tmp_path / "none"), "FAKE_NVML": str(tmp_path / "nvml.json")}
     (tmp_path / "nvml.json").write_text(json.dumps({"gpus": [], "init": "DriverNotLoaded"}))
     extra["PYTHONPATH"] = f"{PROGRAMS / 'fake_nvml'}{os.pathsep}{ROOT}"
@@ -230,7 +232,7 @@ def test_nothing_to_measure_is_said(tmp_path: Path) -> None:
     assert all(sample.energy_j == {} for sample in samples(recorded(tmp_path)))
 
 
-# --- hosts that are a part of a machine ------------------------------------------------------------------------------
+# --- hosts that share a machine ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -241,7 +243,7 @@ def test_nothing_to_measure_is_said(tmp_path: Path) -> None:
         ("0::/", {"cpu.max": "50000 100000"}, 0.5, "."),
         ("4:memory:/m\n2:cpu,cpuacct:/a/b", {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "1"}, None, ""),
         ("2:cpu:/a", {"cpu/a/cpu.cfs_quota_us": "5000", "cpu/a/cpu.cfs_period_us": "10000"}, 0.5, "cpu/a"),
-        # in a container: the path is the outside's, the mount point is the group itself
+        # in a container: the path is that of the host, the mount point is the group itself
         ("2:cpu:/docker/1f", {"cpu/cpu.cfs_quota_us": "5000", "cpu/cpu.cfs_period_us": "10000"}, 0.5, "cpu"),
         ("0::/job", {}, None, ""),
     ],
@@ -259,7 +261,6 @@ def test_the_quota_that_limits_a_host(
 
 
 def test_cpu_time_of_a_group_is_the_kernels_sum_if_it_has_one(tmp_path: Path) -> None:
-
     (tmp_path / "cgroup.procs").write_text(f"{os.getpid()}\n")
     assert group_cpu_s(tmp_path) == pytest.approx(sum(os.times()[:4]), abs=3 * TICK_S)
     (tmp_path / "cpuacct.usage").write_text("2500000000\n")
@@ -269,15 +270,15 @@ def test_cpu_time_of_a_group_is_the_kernels_sum_if_it_has_one(tmp_path: Path) ->
 
 
 @pytest.mark.root
-def test_what_passes_two_nics_counts_once(tmp_path: Path) -> None:
-    """A bridge over a NIC, and the detour of a throttle, have the NIC's bytes too."""
+def test_bytes_that_pass_two_nics_count_once(tmp_path: Path) -> None:
+    """A bridge over a NIC, and the ifb of a throttle, also have the NIC's bytes."""
     if shutil.which("unshare") is None:
         pytest.skip("no unshare on this machine (Debian: apt-get install util-linux)")
     links = ["link add here type veth peer name there", "link add over type bridge", "link set here master over"]
     words = ["mount -t sysfs sysfs /sys", *(f"ip {link}" for link in (*links, "link add hvdifb0 type ifb"))]
     asked = [*(f"run={word}" for word in words), "samples=2"]
-    _, (_, *rest), said = watched(tmp_path, *asked, before=("unshare", "--net", "--mount"), names="resources")
-    assert {nic["nic"] for nic in rest[-1].nics} >= {"here", "there"} and said == ""
+    _, (_, *rest), stderr = watched(tmp_path, *asked, before=("unshare", "--net", "--mount"), names="resources")
+    assert {nic["nic"] for nic in rest[-1].nics} >= {"here", "there"} and stderr == ""
     assert not {nic["nic"] for nic in rest[-1].nics} & {"lo", "over", "hvdifb0"}
 
 
@@ -286,22 +287,15 @@ def test_a_nic_that_disappears(tmp_path: Path) -> None:
     if shutil.which("unshare") is None:
         pytest.skip("no unshare on this machine (Debian: apt-get install util-linux)")
     words = ["run=ip link add here type veth peer name there", "samples=2", "run=ip link del here", "samples=2"]
-    _, (_, *rest), said = watched(tmp_path, *words, before=("unshare", "--net"), names="resources")
+    _, (_, *rest), stderr = watched(tmp_path, *words, before=("unshare", "--net"), names="resources")
     figures = [[nic["sent_bytes"] for nic in sample.nics if nic["nic"] == "here"] for sample in rest]
     assert [0] in figures
     assert figures[-1] == [None]
-    assert said == ""
-
-
-def test_counters_that_start_again_are_missing() -> None:
-    assert _difference((5, 5), (7, 5)) == (2, 0)
-    assert _difference((5, 5), (7, 4)) == (None, None)
-    assert _difference(None, (7, 4)) == (None, None)
-    assert _growth(1.0, 0.5) is None and _growth(1.0, 1.0 - 4 * TICK_S) == 0, "rounding is no end of a process"
+    assert stderr == ""
 
 
 def test_counters_of_the_machine_are_the_kernels() -> None:
-    """Sent is not received, and a processor that waits for a disk is idle."""
+    """Sent and received are not swapped, and a CPU that waits for a disk is idle."""
 
     def kernels() -> tuple[float, dict[str, tuple[int, int]]]:
         idle, waiting = Path("/proc/stat").read_text().split()[4:6]
@@ -318,7 +312,7 @@ def test_counters_of_the_machine_are_the_kernels() -> None:
         )
 
 
-def test_power_at_rest_is_of_what_gave_all_its_readings() -> None:
+def test_idle_power_needs_all_readings_of_a_device() -> None:
     class Made(Sensor):
         source = "made"
 

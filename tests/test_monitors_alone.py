@@ -1,4 +1,4 @@
-"""The sampler process where only the clock and the processors tell whether it is right: see test_monitors.py."""
+"""The sampler process, compared with the clock and the CPUs of this machine; see test_monitors.py."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from test_monitors import TICK_S, watched
 
 from hvdtrain import records
 
-pytestmark = pytest.mark.alone  # measures what this machine's processors do
+pytestmark = pytest.mark.alone
 
 
 def test_samples_tile_the_time_and_agree_with_the_kernel(tmp_path: Path) -> None:
     words = ("busy=0.5", "child", "allocate=200000000", "write=3000000", "sleep=0.25")
-    facts, found, said = watched(tmp_path, *words)
-    assert said == ""
+    facts, found, stderr = watched(tmp_path, *words)
+    assert stderr == ""
     sensors, *rest = found
     assert isinstance(sensors, records.Sensors)
     assert [type(record) for record in rest] == [records.Sample] * len(rest)
@@ -28,11 +28,11 @@ def test_samples_tile_the_time_and_agree_with_the_kernel(tmp_path: Path) -> None
     assert ended["s"] - began["s"] <= seconds <= after["s"] - ready["s"]
     assert ready["unix_s"] <= sensors.unix_s <= began["unix_s"]
     assert ended["unix_s"] <= rest[-1].unix_s <= after["unix_s"]
-    # absolute deadlines: however late one sample is, the next ones are where they would have been
+    # absolute deadlines: a late sample does not shift the next ones
     assert len(rest) <= seconds / 0.1 + 1
     assert all(sample.seconds > 0 for sample in rest)
 
-    # this process, and a process below a process that ended meanwhile
+    # this process, and a grandchild that ended meanwhile
     busy_s = sum(sample.ranks[0]["cpu_percent"] * sample.seconds for sample in rest) / 100
     true_s = ended["cpu_s"] - began["cpu_s"]
     assert true_s > 1.1
@@ -54,17 +54,17 @@ def test_samples_tile_the_time_and_agree_with_the_kernel(tmp_path: Path) -> None
         assert inner <= written <= outer
 
 
-def test_a_full_disk_stops_the_samples_and_nothing_else(tmp_path: Path) -> None:
-    """A limit on file sizes is a full disk that needs no root."""
-    facts, _, said = watched(tmp_path, "busy=0.4", before=("sh", "-c", 'ulimit -f 0; exec "$@"', "sh"))
-    assert said.count("\n") == 1
-    assert "File too large; sampling stops, the run continues" in said
-    assert set(facts["children"].values()) == {"S"}, "a zombie beside the run"
+def test_a_full_disk_stops_only_the_samples(tmp_path: Path) -> None:
+    """A limit on file sizes acts like a full disk and needs no root."""
+    facts, _, stderr = watched(tmp_path, "busy=0.4", before=("sh", "-c", 'ulimit -f 0; exec "$@"', "sh"))
+    assert stderr.count("\n") == 1
+    assert "File too large; sampling stops, the run continues" in stderr
+    assert set(facts["children"].values()) == {"S"}, "a zombie"
 
 
 @pytest.mark.root
 def test_cpu_percent_of_a_host_with_a_cpu_share(tmp_path: Path, half_core: tuple[Path, list[str]]) -> None:
-    """It is of that share, and of what runs on that host: another process keeps the machine busy."""
+    """100 % is that share, and only processes on that host count, while another process keeps the machine busy."""
     group, joining = half_core
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
         try:
@@ -76,5 +76,5 @@ def test_cpu_percent_of_a_host_with_a_cpu_share(tmp_path: Path, half_core: tuple
     assert sensors.resources["cpu"] == str(group)
     used_s = sum((sample.cpu_percent or 0) * sample.seconds for sample in rest) / 100 * 0.5
     true_s = facts["ended"]["cpu_s"] - facts["began"]["cpu_s"]
-    with_sampler_s = facts["after"]["cpu_s"] - facts["before"]["cpu_s"]  # its time is the host's too
+    with_sampler_s = facts["after"]["cpu_s"] - facts["before"]["cpu_s"]  # the sampler runs on that host
     assert true_s - 4 * TICK_S <= used_s <= with_sampler_s + 4 * TICK_S

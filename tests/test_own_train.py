@@ -1,4 +1,4 @@
-"""`hvdtrain.train`: a script's own model and data, in one process and on ranks (programs/own_train.py is it)."""
+"""`hvdtrain.train` with a script's model and data (programs/own_train.py), in one process and on several ranks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ torch = pytest.importorskip("torch")
 
 
 @pytest.fixture(autouse=True)
-def by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Runs like a separate process: with the script's name, without flags, and restores the error hook."""
-    monkeypatch.setattr(sys, "argv", ["mine.py"])
+def separate_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Imitate a separate process: a script name, no flags, and an error hook that is restored."""
+    monkeypatch.setattr(sys, "argv", ["script.py"])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
@@ -38,25 +38,25 @@ def by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
 
 
 def ranks(framework: str, folder: Path, launcher: str, **settings: Any) -> Any:
-    """Runs training on two ranks; returns their arguments and output."""
+    """Train on two ranks."""
     return launch(2, [str(PROGRAMS / "own_train.py"), framework, str(folder), json.dumps(settings)], launcher)
 
 
 @pytest.mark.parametrize(("framework", "launcher"), [("torch", "torchrun"), ("tensorflow", "mpirun")])
-def test_two_ranks_train_as_one_process_does(framework: str, launcher: str, tmp_path: Path) -> None:
-    """One process resumes the run of two."""
+def test_two_ranks_train_as_one_process(framework: str, launcher: str, tmp_path: Path) -> None:
+    """One process can resume the run of two ranks."""
     pytest.importorskip(framework)
     run = tmp_path / "run"
     done = ranks(framework, tmp_path, launcher, run_dir=str(run))
     assert done.returncode == 0, done.stderr[-3000:]
     model, summary = own_train.trained(framework, 0)
-    one = own_train.weights(model)
+    expected = own_train.weights(model)
     for rank in (0, 1):
-        held = [*np.load(tmp_path / f"rank{rank}.npz").values()]
-        for mine, theirs in zip(one, held, strict=True):
-            np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
+        actual = [*np.load(tmp_path / f"rank{rank}.npz").values()]
+        for one, other in zip(expected, actual, strict=True):
+            np.testing.assert_allclose(other, one, rtol=1e-3, atol=1e-5)
     scores, other = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-    assert scores == other, "the summary is one for all"
+    assert scores == other, "the summaries differ"
     inputs, labels = own_train.PARTS["test"]
     assert scores[0] == summary.test_scores == {"accuracy": np.mean(own_train.answers(model, inputs) == labels)}
     manifest = json.loads((run / "manifest.json").read_text())
@@ -64,14 +64,14 @@ def test_two_ranks_train_as_one_process_does(framework: str, launcher: str, tmp_
 
     cut_off(run, tmp_path / "cut", 3)
     sys.argv = ["own_train.py"]
-    with pytest.raises(Failure, match="made with other settings: constants"):  # parameters that are not trained differ
+    with pytest.raises(Failure, match="constants"):  # untrained parameters differ
         own_train.trained(framework, 7, resume=str(tmp_path / "cut"))
     sys.argv.append("--api-token=hunter2")
     model, again = own_train.trained(framework, 0, resume=str(tmp_path / "cut"))
     assert again.steps == summary.steps
     assert json.loads((tmp_path / "cut" / "manifest.json").read_text())["argv"][-1] == "--api-token=***"
-    for mine, theirs in zip(one, own_train.weights(model), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
+    for one, other in zip(expected, own_train.weights(model), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
@@ -82,29 +82,22 @@ def test_resumed_equals_uninterrupted(framework: str, tmp_path: Path) -> None:
     cut_off(tmp_path / "whole", tmp_path / "cut", 6)
     resumed, again = own_train.trained(framework, 0, dropout=0.3, resume="cut", strategy="hierarchical")
     assert again.test_scores == summary.test_scores
-    for mine, theirs in zip(own_train.weights(whole), own_train.weights(resumed), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    for one, other in zip(own_train.weights(whole), own_train.weights(resumed), strict=True):
+        np.testing.assert_array_equal(other, one)
     other, _ = own_train.trained(framework, 0, dropout=0.3, seed=1)
     assert any((a != b).any() for a, b in zip(own_train.weights(whole), own_train.weights(other), strict=True))
 
 
 def test_a_sequential_is_split_into_stages(tmp_path: Path) -> None:
-    """Two ranks learn bit for bit the same as one process with the same micro-batches."""
-    told = {"dropout": 0.3, "micro_batches": 3, "seed": 1}
-    done = ranks("torch", tmp_path, "mpirun", stages=2, **told)
+    """Two stages train bit for bit as one process with the same micro-batches."""
+    settings = {"dropout": 0.3, "micro_batches": 3, "seed": 1}
+    done = ranks("torch", tmp_path, "mpirun", stages=2, **settings)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "stage 1 " in done.stderr
-    model, _ = own_train.trained("torch", 0, **told)
+    model, _ = own_train.trained("torch", 0, **settings)
     for rank in (0, 1):
-        held = [*np.load(tmp_path / f"rank{rank}.npz").values()]
-        assert all(map(np.array_equal, own_train.weights(model), held))
-
-
-def test_a_keras_script_shows_the_strategies() -> None:
-    pytest.importorskip("tensorflow")
-    with pytest.raises(SystemExit) as ended:
-        own_train.trained("tensorflow", 0, strategy="help")
-    assert ended.value.code == 0
+        actual = [*np.load(tmp_path / f"rank{rank}.npz").values()]
+        assert all(map(np.array_equal, own_train.weights(model), actual))
 
 
 def test_the_stages_of_a_keras_sequential_equal_the_whole() -> None:
@@ -123,14 +116,14 @@ def test_the_stages_of_a_keras_sequential_equal_the_whole() -> None:
     whole = own_tf.Own(model, loss, own_tf.correct, metric.sums, config)
     whole.probe(batch.arrays)
     assert [layer.output for layer in whole.layers] == [(6, 6, 4), (144,), (10,)]
-    known, *others = [
+    expected, *others = [
         stepped("tensorflow", lambda part: whole.part(part) if part else whole, whole.layers, at, batch, metric)
         for at in range(3)
     ]
-    for found in others:
-        np.testing.assert_allclose(found, known, rtol=1e-5, atol=1e-6)
+    for actual in others:
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
     doubles = keras.Sequential([keras.Input((64,)), keras.layers.Dense(10, dtype="float64")])
-    with pytest.raises(Failure, match="is float64; hint: use float32 weights"):
+    with pytest.raises(Failure, match="float64"):
         own_tf.Own(doubles, loss, own_tf.correct, metric.sums, config)
     arrays = {name: 2 * array for name, array in whole.arrays().items()}
     whole.take(arrays)
@@ -154,24 +147,24 @@ def batches(train: Any) -> list[np.ndarray]:
 
 def test_a_dataset_of_either_framework_gives_the_batches_of_its_arrays() -> None:
     x, y = (array[:90] for array in own_train.PARTS["train"])
-    given: dict[str, Any] = {"Dataset": Pairs(), "lists": (x.tolist(), y.tolist())}
+    sources: dict[str, Any] = {"Dataset": Pairs(), "lists": (x.tolist(), y.tolist())}
     if tf := pytest.importorskip("tensorflow"):
-        given["tf.data"] = tf.data.Dataset.from_tensor_slices((x, y))
-        given["tf.data in batches"] = given["tf.data"].batch(40).prefetch(1)
+        sources["tf.data"] = tf.data.Dataset.from_tensor_slices((x, y))
+        sources["tf.data in batches"] = sources["tf.data"].batch(40).prefetch(1)
         from hvdtrain.models import own_tf
 
-        with pytest.raises(Failure, match="train= has no samples"):
-            own.opened(given["tf.data"].take(0), None, None)
-        with pytest.raises(Failure, match="is a dict with the keys a"):
+        with pytest.raises(Failure, match="train="):
+            own.opened(sources["tf.data"].take(0), None, None)
+        with pytest.raises(Failure, match="dict"):
             own.opened(tf.data.Dataset.from_tensor_slices(({"a": x}, y)), None, None)
         for outputs, targets in [((3, 1), (3,)), ((3, 1), (3, 1)), ((3, 2), (3, 2)), ((3,), (3,))]:
-            with pytest.raises(Failure, match="accuracy needs one score per class"):
+            with pytest.raises(Failure, match="accuracy"):
                 own_tf.correct(tf.zeros(outputs), tf.zeros(targets))
-    known = batches((x, y))
-    assert [array.dtype.name for array in known[:3]] == ["float32", "int64", "int64"]
-    for kind, train in given.items():
-        for mine, theirs in zip(known, batches(train), strict=True):
-            np.testing.assert_array_equal(mine, theirs, err_msg=kind)
+    expected = batches((x, y))
+    assert [array.dtype.name for array in expected[:3]] == ["float32", "int64", "int64"]
+    for kind, train in sources.items():
+        for one, other in zip(expected, batches(train), strict=True):
+            np.testing.assert_array_equal(other, one, err_msg=kind)
     twice = batches(((x, x), y))
     np.testing.assert_array_equal(twice[0], twice[1])
     assert own.opened((x, y), None, None).fingerprint != own.opened((x, y[::-1]), None, None).fingerprint
@@ -238,7 +231,7 @@ def test_a_regression_and_a_custom_metric() -> None:
     assert (summary.epochs, [*summary.test_scores]) == (1, ["near"])
 
 
-def test_running_statistics_are_kept_and_other_buffers_may_not_change() -> None:
+def test_running_statistics_are_kept_and_other_buffers_must_not_change() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 10), torch.nn.BatchNorm1d(10))
     entropy, start = torch.nn.functional.cross_entropy, model[1].running_mean.clone()
     hvdtrain.train(model, loss=entropy, epochs=1, **own_train.PARTS)
@@ -251,7 +244,7 @@ def test_running_statistics_are_kept_and_other_buffers_may_not_change() -> None:
 
     counting = Counting(64, 10)
     counting.register_buffer("calls", torch.zeros(()))
-    with pytest.raises(Failure, match="changes its buffer calls"):
+    with pytest.raises(Failure, match="calls"):
         hvdtrain.train(counting, loss=entropy, epochs=1, **own_train.PARTS)
 
 
@@ -268,51 +261,50 @@ class Endless(torch.utils.data.IterableDataset):
         yield from zip(X, Y, strict=True)
 
 
+BAD_DATA = [
+    ("train", (X, Y[:-1])),
+    ("train", X),
+    ("train", Endless()),
+    ("train", torch.utils.data.DataLoader(Pairs())),
+    ("train", (X[:0], Y[:0])),
+    ("train", (X, Y.astype(str))),
+    ("train", (X.astype(object), Y)),
+    ("train", {"x": X, "y": Y}),
+    ("validation", (X[:, :32], Y)),
+]
+
+
 @pytest.mark.parametrize(
-    ("changes", "said", "code"),
+    ("changes", "name", "code"),
     [
-        ({"model": "resnet"}, "model is a str: give a torch.nn.Module or a keras.Model", 78),
-        ({"model": torch.nn.Flatten()}, "no parameter requires a gradient", 78),
-        ({"epoch": 3}, "no setting epoch, did you mean epochs?", 2),
-        ({"epochs": "many"}, "--epochs", 2),
+        *(({part: data}, f"{part}=", 65) for part, data in BAD_DATA),
+        ({"target": "accuracy=0.9", "validation": None}, "validation", 65),
+        ({"model": "resnet"}, "model", 78),
+        ({"model": torch.nn.Flatten()}, "parameter", 78),
+        ({"epoch": 3}, "epochs", 2),
         ({"epochs": 0}, "--epochs", 78),
-        ({"argv": ["--bach-size", "3"]}, "did you mean --batch-size?", 2),
-        ({"strategy": "powersgd:rnak=4"}, "did you mean rank?", 78),
-        ({"train": (X, Y[:-1])}, "train= holds arrays of 400, 399 samples", 65),
-        ({"train": X}, "train= is a ndarray with inputs or targets only", 65),
-        ({"train": Endless()}, "train= is a Endless that has no random access", 65),
-        ({"train": torch.utils.data.DataLoader(Pairs())}, "give its dataset=", 65),
-        ({"train": (X[:0], Y[:0])}, "train= has no samples", 65),
-        ({"train": (X, Y.astype(str))}, "train= has targets of <U", 65),
-        ({"train": (X.astype(object), Y)}, "unequal shape or values that are not numbers", 65),
-        ({"train": {"x": X, "y": Y}}, "a sample is a dict with the keys x, y; hint: give the parts as a tuple", 65),
-        ({"validation": (X[:, :32], Y)}, "validation= has samples of float32 32, int64 number", 65),
-        ({"target": "accuracy=0.9", "validation": None}, "looked for in the validation data", 65),
-        ({"loss": lambda outputs, targets: outputs.logsumexp(1).sum()}, "loss returns a sum over samples", 78),
-        ({"model": torch.nn.Linear(64, 10), "stages": 2, "dry_run": True}, "--stages 2: Linear cannot be cut", 78),
-        ({"model": tied(), "stages": 2, "dry_run": True}, "0.weight is shared by the layers 0, 2, which", 78),
-        ({"model": torch.nn.Linear(64, 1), "loss": lambda outputs, y: outputs[:, 0] - y}, "one score per class", 78),
-        ({"metric": "acuracy"}, "did you mean accuracy", 78),
-        ({"metric": Half()}, "Half needs sums=", 78),
+        ({"argv": ["--bach-size", "3"]}, "--batch-size", 2),
+        ({"strategy": "powersgd:rnak=4"}, "rank", 78),
+        ({"loss": lambda outputs, targets: outputs.logsumexp(1).sum()}, "loss", 78),
+        ({"model": torch.nn.Linear(64, 10), "stages": 2, "dry_run": True}, "--stages 2", 78),
+        ({"model": tied(), "stages": 2, "dry_run": True}, "0.weight", 78),
+        ({"model": torch.nn.Linear(64, 1), "loss": lambda outputs, y: outputs[:, 0] - y}, "class", 78),
+        ({"metric": "acuracy"}, "accuracy", 78),
+        ({"metric": Half()}, "sums=", 78),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_errors_are_one_line(changes: dict[str, Any], said: str, code: int) -> None:
-    asked = {
-        "model": own_train.made("torch", 0),
-        "loss": torch.nn.functional.cross_entropy,
-        **own_train.PARTS,
-        **changes,
-    }
-    with pytest.raises(Failure, match=re.escape(said)) as error:
-        hvdtrain.train(asked.pop("model"), **asked)
+def test_errors_are_one_line_that_names_the_argument(changes: dict[str, Any], name: str, code: int) -> None:
+    arguments = {"model": own_train.new_model("torch", 0), "loss": torch.nn.functional.cross_entropy, **own_train.PARTS}
+    arguments |= changes
+    with pytest.raises(Failure, match=re.escape(name)) as error:
+        hvdtrain.train(arguments.pop("model"), **arguments)
     assert "\n" not in str(error.value)
     assert error.value.code == code
 
 
-@pytest.mark.parametrize("strategy", ["hierarchical", "native"])
-def test_ranks_with_different_data_are_an_error(strategy: str, tmp_path: Path) -> None:
-    done = ranks("torch", tmp_path, "mpirun", cut=True, strategy=strategy)
+def test_ranks_with_different_data_are_an_error(tmp_path: Path) -> None:
+    done = ranks("torch", tmp_path, "mpirun", cut=True, strategy="hierarchical")
     assert done.returncode == 65, done.stderr[-3000:]
-    assert re.search(r"own_train\.py:\d+: rank 1 on \S+ has other data than rank 0 on \S+: give every", done.stderr)
+    assert re.search(r"own_train\.py:\d+: rank 1 on \S+ .* rank 0 on \S+", done.stderr)
     assert "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""powersgd: nothing is lost between the factors and the errors, and all hosts get the same bits."""
+"""powersgd: outputs plus residuals equal the inputs, and all hosts get the same bits."""
 
 from __future__ import annotations
 
@@ -15,16 +15,12 @@ from fake_hosts import rounds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.models.resnet import ResNetSpec, parameters
 from hvdtrain.strategies.cost import elements
 from hvdtrain.strategies.reducers import matrices
 from hvdtrain.strategies.reducers.powersgd import PowerSGD
 from hvdtrain.system.exits import Failure
 
 MIXED = [(24, 8, 3, 3), (24,), (), (6, 5), (5, 1, 7, 7), (1, 40), (64, 20), (20,)]
-RESNET = list(parameters(ResNetSpec(channels=1, classes=10, width=0.25)).values())
-
-
 Bits = Literal[32, 8, 4]
 
 
@@ -32,12 +28,12 @@ def settings_of(rank: int, bits: Bits = 32) -> PowerSGD.Settings:
     return PowerSGD.Settings(rank=rank, bits=bits)
 
 
-def team(hosts: int, shapes: Sequence[Sequence[int]], rank: int, bits: Bits = 32) -> list[PowerSGD]:
+def reducers_of(hosts: int, shapes: Sequence[Sequence[int]], rank: int, bits: Bits = 32) -> list[PowerSGD]:
     return [PowerSGD(shapes, settings_of(rank, bits)) for _ in range(hosts)]
 
 
-def left(reducers: list[PowerSGD]) -> np.ndarray:
-    """What the hosts together have not sent yet."""
+def residual(reducers: list[PowerSGD]) -> np.ndarray:
+    """Return the sum of the hosts' residuals."""
     return np.sum([reducer.state()["error"].astype(np.float64) for reducer in reducers], axis=0)
 
 
@@ -72,60 +68,53 @@ shapes_of_arrays = st.lists(
 def test_nothing_is_lost(
     shapes: list[tuple[int, ...]], hosts: int, rank: int, bits: Bits, scale: float, seed: int
 ) -> None:
-    reducers = team(hosts, shapes, rank, bits)
+    reducers = reducers_of(hosts, shapes, rank, bits)
     for turn in range(3):
         inputs = normal(seed + turn, hosts, elements(shapes)) * np.float32(scale)
-        given_in = inputs.sum(axis=0, dtype=np.float64) + left(reducers)
+        inputs_and_residual = inputs.sum(axis=0, dtype=np.float64) + residual(reducers)
         out, sent = rounds(reducers, inputs)
-        size = float(np.abs(given_in).max()) * hosts
-        np.testing.assert_allclose(out + left(reducers), given_in, atol=1e-5 * size, rtol=0)
+        size = float(np.abs(inputs_and_residual).max()) * hosts
+        np.testing.assert_allclose(out + residual(reducers), inputs_and_residual, atol=1e-5 * size, rtol=0)
         assert sent == PowerSGD.cost(shapes, hosts, settings_of(rank, bits)).sent_bytes
         assert hosts > 1 or (np.array_equal(out, inputs[0]) and sent == 0), "one host gets its own"
 
 
-def test_the_outcome_is_that_of_one_host_with_the_sum() -> None:
-    four, one = team(4, MIXED, 2), team(2, MIXED, 2)
+def test_four_hosts_equal_one_host_with_their_sum() -> None:
+    four, one = reducers_of(4, MIXED, 2), reducers_of(2, MIXED, 2)
     for turn in range(4):
         inputs = normal(turn, 4, elements(MIXED))
         whole = inputs.sum(axis=0)
         assert distance(rounds(four, inputs)[0], rounds(one, [whole, np.zeros_like(whole)])[0]) < 1e-5
-        assert distance(left(four), left(one)) < 1e-5
-
-
-def test_twice_the_input_gives_twice_the_output() -> None:
-    single, double = team(2, MIXED, 2), team(2, MIXED, 2)
-    for turn in range(3):
-        inputs = normal(turn, 2, elements(MIXED))
-        assert np.array_equal(2 * rounds(single, inputs)[0], rounds(double, 2 * inputs)[0])
+        assert distance(residual(four), residual(one)) < 1e-5
 
 
 @pytest.mark.parametrize("shape", [(12, 30), (30, 12), (3, 3, 8, 9)])
 def test_full_rank_is_exact(shape: tuple[int, ...]) -> None:
-    """Beside a larger matrix too, which is not, and beside a smaller one, with which it shares."""
+    """Also next to a larger matrix, whose rank is not full, and next to a smaller one."""
     size = math.prod(shape)
     inputs = normal(3, 3, size + 70 * 90)
-    out, _ = rounds(team(3, [shape, (70, 90)], 12), inputs)
+    out, _ = rounds(reducers_of(3, [shape, (70, 90)], 12), inputs)
     whole = inputs.sum(axis=0)
     assert distance(out[:size], whole[:size]) < 1e-5
     assert distance(out[size:], whole[size:]) > 0.1
     inputs = normal(4, 2, 12 * 300 + 5 * 5)
-    assert distance(rounds(team(2, [(12, 300), (5, 5)], 12), inputs)[0], inputs.sum(axis=0)) < 1e-5
+    assert distance(rounds(reducers_of(2, [(12, 300), (5, 5)], 12), inputs)[0], inputs.sum(axis=0)) < 1e-5
 
 
-@pytest.mark.parametrize(("rank", "true"), [(1, 1), (2, 1), (2, 2), (4, 3), (7, 5)])
-def test_a_matrix_of_no_higher_rank_is_exact(rank: int, true: int) -> None:
+@pytest.mark.parametrize(("rank", "true"), [(1, 1), (2, 2), (7, 5)])
+def test_a_matrix_of_at_most_the_rank_is_exact(rank: int, true: int) -> None:
     whole = low_rank(5, 40, 90, true)
     parts = normal(7, 2, 40, 90)
     inputs = np.stack([parts[0] - parts[1], whole - parts[0] + parts[1]]).reshape(2, -1)
-    reducers = team(2, [(40, 90)], rank)
+    reducers = reducers_of(2, [(40, 90)], rank)
     for _ in range(3):
         assert distance(rounds(reducers, inputs)[0], whole.ravel()) < 1e-5
 
 
 def test_vectors_are_exact() -> None:
-    shapes = [(7,), (64, 64), (), (1, 9), (9,)]
+    shapes = [(7,), (64, 64), (), (1, 9), (0, 7), (9,)]
     inputs = normal(1, 3, elements(shapes))
-    out, _ = rounds(team(3, shapes, 1), inputs)
+    out, _ = rounds(reducers_of(3, shapes, 1), inputs)
     exact = inputs[0] + inputs[1] + inputs[2]
     vectors = np.r_[:7, 7 + 64 * 64 : len(out)]
     assert np.array_equal(out[vectors], exact[vectors])
@@ -133,12 +122,12 @@ def test_vectors_are_exact() -> None:
 
 
 @pytest.mark.parametrize("bits", get_args(Bits))
-def test_zeros_stay_zeros_and_are_no_end(bits: Bits) -> None:
+def test_zeros_stay_zeros_and_training_continues_after_them(bits: Bits) -> None:
     shapes = [(16, 64), (64, 16), (20, 60)]
-    reducers = team(2, shapes, 3, bits)
+    reducers = reducers_of(2, shapes, 3, bits)
     for _ in range(2):
         assert not rounds(reducers, np.zeros((2, elements(shapes)), np.float32))[0].any()
-        assert not left(reducers).any()
+        assert not residual(reducers).any()
     inputs = normal(0, 2, elements(shapes))
     inputs[:, :1024] = 0
     out, _ = rounds(reducers, inputs)
@@ -151,71 +140,72 @@ def test_zeros_stay_zeros_and_are_no_end(bits: Bits) -> None:
     assert distance(rounds(reducers, inputs)[0][:1024], whole) < {32: 1e-5, 8: 0.05, 4: 0.9}[bits]
 
 
-@pytest.mark.parametrize("noise", [0.0, 1e-12, 1e-8, 1e-5])
+@pytest.mark.parametrize("noise", [0.0, 1e-8, 1e-5])
 def test_nearly_dependent_columns_are_a_projection(noise: float) -> None:
     whole = low_rank(2, 48, 60, 1) + np.float32(noise) * normal(4, 48, 60)
-    reducers = team(2, [(48, 60)], 4)
+    reducers = reducers_of(2, [(48, 60)], 4)
     for _ in range(5):
-        error = left(reducers)
+        error = residual(reducers)
         out, _ = rounds(reducers, np.stack([whole, np.zeros_like(whole)]).reshape(2, -1))
         assert distance(out, whole.ravel() + error) < 1e-5 + noise * 10
-    assert np.linalg.norm(left(reducers)) <= (1e-5 + 10 * noise) * np.linalg.norm(whole)
+    assert np.linalg.norm(residual(reducers)) <= (1e-5 + 10 * noise) * np.linalg.norm(whole)
 
 
-@pytest.mark.parametrize("apart", [0.0, 1e-7, 1e-6, 1e-3])
+@pytest.mark.parametrize("apart", [0.0, 1e-6, 1e-3])
 def test_a_start_of_nearly_equal_columns_gives_a_projection(apart: float) -> None:
-    """Whatever the columns: what is sent is perpendicular to what is left, so their squares add up."""
+    """The output is perpendicular to the residual, so their squares add up."""
     whole = normal(0, 50 * 60)
-    reducers = team(2, [(50, 60)], 5)
+    reducers = reducers_of(2, [(50, 60)], 5)
     start = (normal(1, 60) + np.float32(apart) * normal(2, 5, 60)).astype(np.float32)
     for reducer in reducers:
         reducer.load({**reducer.state(), "q": start.ravel()})
     out, _ = rounds(reducers, np.stack([whole, np.zeros_like(whole)]))
-    squares = [float(np.linalg.norm(part.astype(np.float64)) ** 2) for part in (out, left(reducers), whole)]
+    squares = [float(np.linalg.norm(part.astype(np.float64)) ** 2) for part in (out, residual(reducers), whole)]
     assert abs(squares[0] + squares[1] - squares[2]) < 1e-5 * squares[2]
 
 
 @pytest.mark.parametrize("bits", get_args(Bits))
 @pytest.mark.parametrize("where", [5, 24 * 72 + 5, -1])
-def test_not_a_number_is_not_hidden(bits: Bits, where: int) -> None:
-    """In a matrix, in a vector, in another vector."""
+def test_nan_is_not_hidden(bits: Bits, where: int) -> None:
+    """NaN and infinity arrive, in a matrix and in vectors."""
     inputs = normal(0, 2, elements(MIXED))
     inputs[1, where] = np.nan
-    assert np.isnan(rounds(team(2, MIXED, 2, bits), inputs)[0][where])
+    assert np.isnan(rounds(reducers_of(2, MIXED, 2, bits), inputs)[0][where])
     inputs[1, where] = np.inf
-    assert not np.isfinite(rounds(team(2, MIXED, 2, bits), inputs)[0][where])
+    assert not np.isfinite(rounds(reducers_of(2, MIXED, 2, bits), inputs)[0][where])
 
 
 def test_the_state_of_another_rank_setting_is_rejected() -> None:
     with pytest.raises(Failure, match="q of powersgd has 206 numbers"):
-        team(1, MIXED, 1)[0].load(team(1, MIXED, 2)[0].state())
+        reducers_of(1, MIXED, 1)[0].load(reducers_of(1, MIXED, 2)[0].state())
     with pytest.raises(Failure, match="error"):
-        team(1, MIXED, 1)[0].load(team(1, [*MIXED, (3,)], 1)[0].state())
+        reducers_of(1, MIXED, 1)[0].load(reducers_of(1, [*MIXED, (3,)], 1)[0].state())
 
 
 def test_tensorflows_layout_gives_the_transpose() -> None:
-    """(height, width, in, out) against (out, in, height, width)."""
-    theirs, ours = [(3, 3, 6, 20), (20,), (4, 12, 4)], [(20, 6, 3, 3), (20,), (4, 12, 4)]
-    assert PowerSGD.cost(theirs, 4, settings_of(3)).sent_bytes == PowerSGD.cost(ours, 4, settings_of(3)).sent_bytes
-    tensorflow, torch = team(2, theirs, 3), team(2, ours, 3)
+    """(height, width, in, out) and (out, in, height, width) give transposed results."""
+    tf_shapes, torch_shapes = [(3, 3, 6, 20), (20,), (4, 12, 4)], [(20, 6, 3, 3), (20,), (4, 12, 4)]
+    tensorflow, torch = reducers_of(2, tf_shapes, 3), reducers_of(2, torch_shapes, 3)
     order = np.arange(1080).reshape(3, 3, 6, 20).transpose(3, 2, 0, 1).ravel()
-    # The long side of the first matrix is (h, w, in) there and (in, h, w) here: give its Q the same rows.
+    # The long side of the first matrix is (h, w, in) or (in, h, w). Start with equal rows of Q.
     state = tensorflow[0].state()
-    rank = matrices.plan(ours, 3)[0][0].rank
+    rank = matrices.plan(torch_shapes, 3)[0][0].rank
     first = state["q"][: rank * 54].reshape(rank, 3, 3, 6).transpose(0, 3, 1, 2).ravel()
     for reducer in torch:
         reducer.load({"error": state["error"], "q": np.concatenate([first, state["q"][rank * 54 :]])})
     for turn in range(4):
-        inputs = normal(turn, 2, elements(theirs))
+        inputs = normal(turn, 2, elements(tf_shapes))
         moved = np.concatenate([inputs[:, order], inputs[:, 1080:]], axis=1)
         out, same = rounds(tensorflow, inputs)[0], rounds(torch, moved)[0]
         assert distance(same, np.concatenate([out[order], out[1080:]])) < 1e-5
 
 
 @pytest.mark.parametrize("bits", get_args(Bits))
-def test_with_time_all_of_a_matrix_arrives(bits: Bits) -> None:
-    whole = normal(0, 40 * 90)
-    reducers = team(2, [(40, 90)], 2, bits)
+def test_the_mean_over_rounds_converges_to_the_input(bits: Bits) -> None:
+    """Matrices and vectors arrive in full with time."""
+    shapes = [(40, 90), (300,)]
+    whole = normal(0, elements(shapes))
+    reducers = reducers_of(2, shapes, 2, bits)
     inputs = np.stack([0.25 * whole, 0.75 * whole])
     total, misses = np.zeros(len(whole)), []
     for turn in range(1, 161):
@@ -227,26 +217,17 @@ def test_with_time_all_of_a_matrix_arrives(bits: Bits) -> None:
     assert misses[2] < 0.6 * misses[1]
 
 
-def test_with_time_all_of_a_vector_arrives() -> None:
-    shapes = [(64, 64), (300,)]
-    inputs = normal(3, 3, elements(shapes))
-    reducers, received = team(3, shapes, 1, 8), np.zeros(elements(shapes))
-    for _ in range(50):
-        received += rounds(reducers, inputs)[0]
-    np.testing.assert_allclose(received[4096:] / 50, inputs.sum(axis=0)[4096:], atol=0.003)
-
-
 @pytest.mark.parametrize(("bits", "off"), [(8, 0.02), (4, 0.3)])
-def test_rounding_is_small_beside_what_a_low_rank_leaves_out(bits: Bits, off: float) -> None:
-    """What arrives in 20 rounds, with 32 bits and with less."""
+def test_rounding_adds_little_to_the_error_of_a_low_rank(bits: Bits, off: float) -> None:
+    """Compares the residuals after 20 rounds with 32 bits and with fewer."""
     shapes = [(64, 32, 3, 3), (64,), (32, 64), (10, 64)]
     inputs = normal(0, 4, elements(shapes))
-    arrived = []
-    for reducers in (team(4, shapes, 2), team(4, shapes, 2, bits)):
+    residuals = []
+    for reducers in (reducers_of(4, shapes, 2), reducers_of(4, shapes, 2, bits)):
         for _ in range(20):
             rounds(reducers, inputs)
-        arrived.append(float(np.linalg.norm(left(reducers))))
-    assert arrived[1] < (1 + off) * arrived[0]
+        residuals.append(float(np.linalg.norm(residual(reducers))))
+    assert residuals[1] < (1 + off) * residuals[0]
 
 
 def test_a_warm_start_finds_the_best_projection() -> None:
@@ -254,7 +235,7 @@ def test_a_warm_start_finds_the_best_projection() -> None:
     left_side, right_side = np.linalg.qr(normal(0, 40, 40))[0], np.linalg.qr(normal(1, 90, 40))[0]
     whole = ((left_side * singular) @ right_side.T).astype(np.float32)
     best = float(np.linalg.norm(singular[3:]) / np.linalg.norm(singular))
-    reducers = team(2, [(40, 90)], 3)
+    reducers = reducers_of(2, [(40, 90)], 3)
     missed = []
     for _ in range(12):
         missed.append(distance(rounds(reducers, np.stack([whole, 0 * whole]).reshape(2, -1))[0], whole.ravel()))
@@ -264,55 +245,8 @@ def test_a_warm_start_finds_the_best_projection() -> None:
     assert missed[-1] < 1.001 * best
 
 
-def test_small_matrices_get_more_of_the_bytes() -> None:
-    """The rank set is that of a matrix of mean sides, and ResNet-34 has about the bytes of that rank for all."""
-    for rank in (1, 2, 4):
-        cuts, _ = matrices.plan(RESNET, rank)
-        by_size = sorted(cuts, key=lambda cut: cut.rows + cut.columns)
-        assert [cut.rank for cut in by_size] == sorted((cut.rank for cut in cuts), reverse=True)
-        assert by_size[-1].rank == 1
-        numbers = sum(matrices.payload(*matrices.plan(RESNET, rank)))
-        vectors = sum(shape[0] for shape in RESNET if len(shape) == 1)
-        for_all = vectors + sum(min(rank * (s[0] + math.prod(s[1:])), math.prod(s)) for s in RESNET if len(s) > 1)
-        assert 0.8 < numbers / for_all < 1.25
-    costs = [PowerSGD.cost(RESNET, 4, settings_of(2, bits)) for bits in get_args(Bits)]
-    assert [cost.sent_bytes for cost in costs] == [219936, 58752, 31104]
-
-
-def test_a_giant_does_not_lift_the_others_beyond_reason() -> None:
-    cuts, whole = matrices.plan([(50_000, 600), (300, 300), (10, 10)], 2)
-    assert [cut.rank for cut in cuts] == [1, matrices.HIGHEST]
-    assert len(whole) == 1
-    assert [cut.rank for cut in matrices.plan([(300, 300)] * 2, 40)[0]] == [40, 40]
-
-
-def test_equal_matrices_have_the_rank_asked_for() -> None:
-    cuts, whole = matrices.plan([(64, 64, 3, 3)] * 3 + [(64,)], 5)
-    assert [(cut.rows, cut.columns, cut.rank) for cut in cuts] == [(64, 576, 5)] * 3
-    assert whole == [slice(110592, 110656)]
-
-
-@pytest.mark.parametrize(
-    ("shape", "rows"),
-    [((), 1), ((7,), 1), ((1, 7), 1), ((64, 32, 3, 3), 64), ((3, 3, 32, 64), 288), ((7, 7, 1, 16), 49)],
-)
-def test_matrices_are_cut_where_they_are_most_square(shape: tuple[int, ...], rows: int) -> None:
-    assert matrices.most_square(shape) == rows
-
-
-def test_an_empty_array_is_sent_whole() -> None:
-    assert matrices.plan([(0, 7), (7, 0), (7,)], 2) == ([], [slice(0, 0), slice(0, 0), slice(0, 7)])
-
-
-def test_the_parts_of_a_class_of_ones_own_are_of_that_class() -> None:
-    class Own(PowerSGD):
-        pass
-
-    assert [type(part) for part in Own(MIXED).split([range(1), range(1, len(MIXED))])] == [Own, Own]
-
-
 class GivenSums:
-    """Two hosts, of which only one exists; the sums are given."""
+    """A leader group of two hosts of which only one exists. Sums are random."""
 
     count, index, sent_bytes = 2, 0, 0
 
@@ -330,8 +264,8 @@ def digest_of_given_sums() -> str:
     return hashlib.sha256(values.tobytes()).hexdigest()
 
 
-def test_processors_of_other_kinds_get_the_same_bits() -> None:
-    """OpenBLAS rounds differently on processors with and without fused multiply-add; it can play an old one."""
+def test_processors_of_different_types_get_the_same_bits() -> None:
+    """OpenBLAS rounds differently without fused multiply-add, which it can simulate."""
     program = "import test_powersgd; print(test_powersgd.digest_of_given_sums())"
     digests = {
         finished([sys.executable, "-c", program], extra={"OPENBLAS_CORETYPE": kind, "PYTHONPATH": "tests"}).stdout

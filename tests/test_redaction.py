@@ -72,9 +72,9 @@ def test_what_is_hidden_once_is_hidden_for_good(words: list[str]) -> None:
 
 def test_every_record_of_a_command_line_hides_secrets() -> None:
     settings = {"command": "a.py --api-key K --lr 1", "hub-token": "K", "WANDB_KEY": 7, "use-token": True, "lr": 0.1}
-    about = {"sweep": "s", "point": "p", "repeat": 1, "kind": "timing", "attempt": 1, "order": 0}
+    about = {"sweep": "s", "experiment": "e", "repeat": 1, "kind": "timing", "attempt": 1, "order": 0}
     measured = {"rate_mbit": None, "rate_off_percent": None, "marked": None}
-    point = records.Point(settings=settings, command=["a.py", "--jwt", "K"], **about, **measured)
+    experiment = records.Experiment(settings=settings, command=["a.py", "--jwt", "K"], **about, **measured)
     hidden = {"command": "a.py --api-key '***' --lr 1", "hub-token": "***", "WANDB_KEY": "***"}
-    assert point.settings == settings | hidden
-    assert point.command == ["a.py", "--jwt", "***"]
+    assert experiment.settings == settings | hidden
+    assert experiment.command == ["a.py", "--jwt", "***"]

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PROGRAMS, failing, finished
+from conftest import PROGRAMS, failing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from twins import Arrays, Found, Model, tensorflow_gradients, tf, told, torch, torch_gradients
@@ -32,7 +32,7 @@ from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.frameworks import in_vector
 from hvdtrain.models import layers_tf, layers_torch
-from hvdtrain.models.resnet import NORM_MOMENTUM, ResNetSpec, buffers, initial_state, parameters, plan
+from hvdtrain.models.resnet import ResNetSpec, buffers, initial_state, parameters
 from hvdtrain.models.resnet_tf import ResNetTF
 from hvdtrain.models.resnet_torch import ResNetTorch
 from hvdtrain.observe.timing import Clock
@@ -43,7 +43,6 @@ from hvdtrain.system.exits import BAD_CONFIG, Failure
 from hvdtrain.training import job
 
 SMALL = ResNetSpec(channels=1, classes=10, width=0.25)
-ODD_SIZES = [(32, 32), (33, 31), (64, 48), (49, 37), (197, 148), (8, 8), (1, 1)]
 
 
 def batch(spec: ResNetSpec, size: tuple[int, int], count: int = 16, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -106,48 +105,17 @@ def twins(spec: ResNetSpec = SMALL, seed: int = 0) -> tuple[Torch, TensorFlow]:
     return Torch(spec, state), TensorFlow(spec, state)
 
 
-def worn(spec: ResNetSpec) -> Arrays:
-    """A state in which no BatchNorm array has its neutral value: a swapped or forgotten one would show."""
-    random = np.random.default_rng(7)
-    state = initial_state(spec, 0)
-    for name, array in state.items():
-        if array.ndim == 1:
-            state[name] = (array + random.uniform(-0.3, 0.3, array.shape)).astype(np.float32)
-    return state
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The neutral file.
 
 
-def test_resnet34_has_its_published_size() -> None:
-    assert sum(map(math.prod, parameters(ResNetSpec()).values())) == 21_797_672
-    assert len(parameters(ResNetSpec())) == 110
-    assert len(buffers(ResNetSpec())) == 72
-
-
-def test_names_are_torchvisions() -> None:
-    names = list(parameters(ResNetSpec()))
-    assert names[:4] == ["conv1.weight", "bn1.weight", "bn1.bias", "layer1.0.conv1.weight"]
-    assert names[-2:] == ["fc.weight", "fc.bias"]
-    assert parameters(ResNetSpec())["layer2.0.downsample.0.weight"] == (128, 64, 1, 1)
-    assert parameters(ResNetSpec())["layer4.2.conv2.weight"] == (512, 512, 3, 3)
+def test_resnet34_has_its_published_size_and_torchvision_s_names() -> None:
+    shapes = parameters(ResNetSpec())
+    assert sum(map(math.prod, shapes.values())) == 21_797_672
+    assert (len(shapes), len(buffers(ResNetSpec()))) == (110, 72)
+    assert list(shapes)[:4] == ["conv1.weight", "bn1.weight", "bn1.bias", "layer1.0.conv1.weight"]
+    assert shapes["layer2.0.downsample.0.weight"] == (128, 64, 1, 1)
     assert buffers(ResNetSpec())["layer3.5.bn2.running_var"] == (256,)
-
-
-@given(channels=st.integers(1, 9), classes=st.integers(1, 50), width=st.floats(1 / 64, 2))
-def test_every_spec_makes_a_chain_of_fitting_layers(channels: int, classes: int, width: float) -> None:
-    spec = ResNetSpec(channels=channels, classes=classes, width=width)
-    network = plan(spec)
-    assert network.stem.inputs == channels
-    carried = network.stem.outputs
-    for block in network.blocks:
-        assert block.first.inputs == carried
-        assert block.first.outputs == block.second.inputs == block.second.outputs
-        assert (block.shortcut is None) == (block.first.inputs == block.first.outputs and block.first.stride == 1)
-        carried = block.second.outputs
-    assert parameters(spec)["fc.weight"] == (classes, carried)
-    assert len(parameters(spec)) == 110
 
 
 @pytest.mark.parametrize(
@@ -168,26 +136,8 @@ def test_initial_values_follow_their_distributions() -> None:
     assert np.abs(state["fc.weight"]).max() == pytest.approx(256**-0.5, rel=0.01)
     assert all(array.dtype == np.float32 for array in state.values())
     assert all((array == 1).all() for name, array in state.items() if name.endswith(("bn1.weight", "running_var")))
-
-
-def test_initial_arrays_do_not_depend_on_each_other() -> None:
-    state, other = initial_state(SMALL, 0), initial_state(ResNetSpec(channels=3, classes=5, width=0.25), 0)
+    other = initial_state(ResNetSpec(channels=3, classes=5, width=0.5), 3)
     np.testing.assert_array_equal(state["layer3.2.conv1.weight"], other["layer3.2.conv1.weight"])
-    same_shape = state["layer3.2.conv2.weight"]
-    assert not np.array_equal(state["layer3.2.conv1.weight"], same_shape)
-    assert not np.array_equal(initial_state(SMALL, 1)["layer3.2.conv2.weight"], same_shape)
-
-
-def test_initial_state_is_the_same_in_every_process_and_needs_no_framework() -> None:
-    code = (
-        "import sys, hashlib\n"
-        "from hvdtrain.models.resnet import ResNetSpec, initial_state\n"
-        "state = initial_state(ResNetSpec(channels=1, classes=10, width=0.25), 5)\n"
-        "assert not {'torch', 'tensorflow'} & set(sys.modules)\n"
-        "print(hashlib.sha256(b''.join(array.tobytes() for array in state.values())).hexdigest())"
-    )
-    digests = {finished([sys.executable, "-c", code], extra={"PYTHONHASHSEED": str(seed)}).stdout for seed in (1, 2)}
-    assert len(digests) == 1 and digests != {""}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -206,7 +156,7 @@ def test_both_twins_hold_exactly_the_neutral_arrays() -> None:
     assert in_vector("tensorflow", parameters(SMALL).values()) == in_memory, "what strategies cut into matrices"
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     size=st.tuples(st.integers(1, 70), st.integers(1, 70)),
     channels=st.integers(1, 4),
@@ -221,7 +171,7 @@ def test_same_logits_for_any_shape(size: tuple[int, int], channels: int, classes
     np.testing.assert_allclose(one.logits(images), other.logits(images), atol=1e-4)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     size=st.tuples(st.integers(1, 5), st.integers(1, 5)),
     side=st.sampled_from([1, 3, 7]),
@@ -255,37 +205,12 @@ def test_small_maps_are_convolved_like_any(
             np.testing.assert_allclose(one, another, atol=1e-9)
 
 
-@pytest.mark.parametrize("framework", [Torch, TensorFlow])
-def test_running_statistics_are_the_unbiased_ones_of_the_batch(framework: Any) -> None:
-    """Images of one pixel meet the stem's kernel in its centre only, so that NumPy can say what BatchNorm must keep."""
-    images, _ = batch(SMALL, (1, 1))
-    twin = framework(SMALL, initial_state(SMALL, 0))
-    activations = images[:, 0, 0, :] @ twin.state()["conv1.weight"][:, :, 3, 3].T
-    twin.logits(images, training=True)
-    state = twin.state()
-    np.testing.assert_allclose(state["bn1.running_mean"], NORM_MOMENTUM * activations.mean(0), atol=1e-6)
-    expected = 1 - NORM_MOMENTUM + NORM_MOMENTUM * activations.var(0, ddof=1)
-    np.testing.assert_allclose(state["bn1.running_var"], expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("framework", [Torch, TensorFlow])
-def test_evaluation_changes_nothing_and_takes_each_image_alone(framework: Any) -> None:
-    images, _ = batch(SMALL, (32, 32), count=5)
-    state = worn(SMALL)
-    twin = framework(SMALL, state)
-    together = twin.logits(images)
-    alone = np.concatenate([twin.logits(images[i : i + 1]) for i in range(5)])
-    np.testing.assert_allclose(together, alone, atol=1e-5)
-    assert all(np.array_equal(array, state[name]) for name, array in twin.state().items())
-
-
-@pytest.mark.parametrize("size", [(64, 64), (49, 37)])
-def test_same_loss_hits_gradients_and_running_statistics(size: tuple[int, int]) -> None:
+def test_same_loss_hits_gradients_and_running_statistics() -> None:
     """A wrong convention shows in every batch, a ReLU at the edge in few."""
     closest = dict.fromkeys(parameters(SMALL), np.inf)
     one, other = twins()
     for seed in range(3):
-        images, labels = batch(SMALL, size, seed=seed)
+        images, labels = batch(SMALL, (49, 37), seed=seed)
         loss, sums, gradients = one.gradients(images, labels)
         other_loss, other_sums, other_gradients = other.gradients(images, labels)
         assert loss == pytest.approx(other_loss, abs=1e-4)
@@ -299,14 +224,12 @@ def test_same_loss_hits_gradients_and_running_statistics(size: tuple[int, int]) 
     assert max(closest.values()) < 1e-3, closest
 
 
-@pytest.mark.parametrize("zero_gamma", [False, True])
-def test_same_first_ten_losses_from_equal_weights(zero_gamma: bool) -> None:
+def test_same_first_ten_losses_from_equal_weights() -> None:
     """Along PyTorch's own run: the other twin receives its weights and statistics before each step."""
-    spec = ResNetSpec(channels=1, classes=10, width=0.25, zero_gamma=zero_gamma)
-    one, other = twins(spec)
+    one, other = twins()
     for seed in range(10):
         other.load(one.state())
-        drawn = batch(spec, (32, 32), count=32, seed=seed)
+        drawn = batch(SMALL, (32, 32), count=32, seed=seed)
         assert one.step(*drawn, rate=0.05) == pytest.approx(other.step(*drawn, rate=0.05), abs=1e-3)
 
 
@@ -361,33 +284,31 @@ def test_zero_gamma_starts_every_block_as_its_shortcut() -> None:
 # Half precision: close to float32, with float32 logits and statistics.
 
 
-@pytest.mark.parametrize(("kind", "tolerance"), [("bfloat16", 0.05), ("float16", 0.01)])
-def test_half_precision_stays_close(kind: str, tolerance: float) -> None:
+def test_bfloat16_stays_close() -> None:
     images, labels = batch(SMALL, (32, 32))
     state = initial_state(SMALL, 0)
     exact = Torch(SMALL, state).logits(images)
-    one, other = Torch(SMALL, state), TensorFlow(SMALL, state, getattr(tf, kind))
-    with torch.autocast("cpu", getattr(torch, kind)):
+    one, other = Torch(SMALL, state), TensorFlow(SMALL, state, tf.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
         ours = one.logits(images)
         _, _, our_gradients = one.gradients(images, labels)
     theirs = other.logits(images)
     _, _, their_gradients = other.gradients(images, labels)
     for logits in (ours, theirs):
         assert logits.dtype == np.float32
-        assert np.linalg.norm(logits - exact) < tolerance * np.linalg.norm(exact)
+        assert np.linalg.norm(logits - exact) < 0.05 * np.linalg.norm(exact)
     for arrays in (our_gradients, their_gradients, one.state(), other.state()):
         assert all(array.dtype == np.float32 and np.isfinite(array).all() for array in arrays.values())
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
-def test_half_precision_sets_every_gradient_of_a_image_of_one_pixel(kind: str) -> None:
+def test_bfloat16_sets_every_gradient_of_an_image_of_one_pixel() -> None:
     """16x16 images are one pixel wide before the last group; memory was full of NaN before each gradient."""
     images, labels = batch(SMALL, (16, 16))
     model = Torch(SMALL, initial_state(SMALL, 0))
     for _ in range(5):
         garbage = [torch.full((2**power,), float("nan")) for power in range(4, 20) for _ in range(10)]
         del garbage
-        with torch.autocast("cpu", getattr(torch, kind)):
+        with torch.autocast("cpu", torch.bfloat16):
             _, _, gradients = model.gradients(images, labels)
         assert all(np.isfinite(array).all() for array in gradients.values())
 
@@ -419,18 +340,6 @@ def test_the_loss_scale_doubles_after_2000_good_steps_and_halves_after_an_overfl
     before = weight_after(inputs)
     np.testing.assert_array_equal(weight_after(inputs * np.float32(1e38)), before)
     assert replica.state()["loss_scale"].tolist() == [2.0**16, 0]
-
-
-@pytest.mark.parametrize(("begin", "end", "shared"), [(0, 16, True), (16, 160, True), (33, 100, False), (5, 5, False)])
-def test_a_part_of_a_vector_becomes_a_tensor_wherever_it_begins(begin: int, end: int, shared: bool) -> None:
-    from hvdtrain.frameworks.tensorflow import _aligned, _tensor
-
-    vector = _aligned(160)
-    vector[:] = np.arange(160)
-    made = _tensor(vector[begin:end])
-    np.testing.assert_array_equal(made.numpy(), np.arange(begin, end, dtype=np.float32))
-    vector[:] = -1
-    assert (made.numpy() == -1).all() == (shared or begin == end)
 
 
 class Recording(Overlapped):
@@ -488,17 +397,3 @@ def test_arrays_that_the_loss_does_not_use_are_reported_with_the_others() -> Non
     replica.backward(Batch(arrays=(ones, ones), weight=1, total_weight=1), 0.1, stop=False)
     (first, unused, _), (second, used, _) = strategy.reported
     assert (first, second, unused[: 100 * 100].any(), used.all()) == (0, 1, False, True)
-
-
-@pytest.mark.parametrize(
-    ("shapes", "expected"),
-    [
-        ([(3, 3), (3,), (4, 3), (4,), (4,), (5, 4), (6, 5), (1 << 14, 6), (9,)], [(6, 9), (5, 6), (2, 5), (0, 2)]),
-        ([(4,), (1 << 15, 4)], [(0, 2)]),
-        ([(1 << 15,), (4,)], [(0, 2)]),
-        ([(2, 2)] * 40, [(0, 40)]),
-    ],
-    ids=["quarters", "one layer", "no layer", "few numbers"],
-)
-def test_the_buckets_are_quarters_of_the_layers_the_last_first(shapes: Any, expected: list[tuple[int, int]]) -> None:
-    assert buckets(shapes) == [range(*bucket) for bucket in expected]

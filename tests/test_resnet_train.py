@@ -44,17 +44,8 @@ from hvdtrain import records
 from hvdtrain.training import loop
 
 FRAMEWORKS = ("torch", "tensorflow")
-SUMMARY_KEYS = {
-    "schema",
-    "run_dir",
-    "framework",
-    "strategy",
-    "ranks",
-    "hosts",
-    "parameters",
-    "epochs",
-    "test_accuracy",
-} | {"test_loss", "train_s", "validation_s", "test_s", "samples_per_s"}
+SUMMARY_KEYS = {"schema", "run_dir", "framework", "strategy", "ranks", "hosts", "parameters", "epochs"}
+SUMMARY_KEYS |= {"test_accuracy", "test_loss", "train_s", "validation_s", "test_s", "samples_per_s"}
 
 
 def newest_arrays(folder: Path) -> dict[str, np.ndarray]:
@@ -147,25 +138,11 @@ def test_one_process_trains_and_leaves_a_whole_run_folder(framework: str, whole:
     assert sum(timed) <= summary["train_s"]
 
 
-def test_both_frameworks_give_the_same_first_losses(tmp_path: Path) -> None:
-    # Blocks that start as the identity, and a small rate: otherwise a relative change of 1e-7 in the weights of one
-    # framework alone moves the loss by 0.1 within five steps, and no two programs could agree.
-    flags = ["--image-size", "48", "--width", "0.125", "--batch-size", "48", "--lr", "0.005"]
-    flags += ["--epoch-samples", "480", "--evaluate-samples", "48"]
-    losses = []
-    for framework in FRAMEWORKS:
-        folder = tmp_path / framework
-        here("resnet", "--framework", framework, "--epochs", "1", "--run-dir", str(folder), *flags)
-        losses.append([step.loss for step in read_run(folder)["step"][:10]])
-    np.testing.assert_allclose(losses[0], losses[1], atol=1e-3)
-    assert losses[0][9] < losses[0][0] - 0.02, "the weights must move for the comparison to mean something"
-
-
 def test_what_is_evaluated_after_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     renewed: list[int] = []
     monkeypatch.setattr(loop, "renew_statistics", lambda _, batches: renewed.append(len(list(batches))))
     flags = [*SMALL, "--framework", "torch", "--epochs", "9", "--epoch-samples", "240", "--evaluate-on", "test"]
-    flags += ["--target-accuracy", "0.01", "--run-dir"]
+    flags += ["--target", "accuracy=0.01", "--run-dir"]
     some = here("resnet", *flags, str(tmp_path / "some"), "--precise-bn", "2", "--evaluate-samples", "100")
     (scores,) = some["validation_scores"]  # the target is reached at once
     assert 100 * scores["accuracy"] == pytest.approx(round(100 * scores["accuracy"])), "of 100 samples"
@@ -283,14 +260,11 @@ def test_a_run_with_other_settings_does_not_resume_and_loses_nothing(whole: Whol
     manifest = path.read_bytes()
     with failing(78, "global_batch: 48 there, 24 here"):
         here("resnet", *flags, "--resume", "--batch-size", "24")
-    with failing(78, "epoch_samples: None there, 100 here"):
-        here("resnet", *flags, "--resume", "--epoch-samples", "100")
     with failing(78, "; width: 0.125 there, 0.25 here") as other:
         here("resnet", "--resume", str(tmp_path), "--width", "0.25")
     assert "optimizer" not in str(other.value)
-    for flag, value, told in (("--optimizer", "adam", "optimizer: 'sgd' there"), ("--image-size", "9", r"\bdata: '")):
-        with failing(78, told):
-            here("resnet", "--resume", str(tmp_path), flag, value)
+    with failing(78, r"\bdata: '"):
+        here("resnet", "--resume", str(tmp_path), "--image-size", "9")
     with failing(78, re.escape(f"python -m hvdtrain.resnet --resume {tmp_path}")):
         here("captioning", "--resume", str(tmp_path))
     batch = int(SMALL[SMALL.index("--batch-size") + 1])
@@ -298,24 +272,11 @@ def test_a_run_with_other_settings_does_not_resume_and_loses_nothing(whole: Whol
     assert (same["config"]["batch_size"], same["config"]["global_batch_size"]) == (None, batch)
     assert path.read_bytes() == manifest
     whole = json.loads(manifest)
-    without_seed = {name: value for name, value in whole["config"].items() if name != "seed"}
-    for damaged, what in [
-        ({"config": whole["config"] | {"epochs": "abc"}}, "epochs"),
-        ({"config": without_seed}, "no seed"),
-    ]:
-        path.write_text(json.dumps(whole | damaged))
-        with failing(65, re.escape(f"{path}: its settings are damaged")) as told:
-            here("resnet", "--resume", str(tmp_path))
-        assert what in str(told.value)
+    path.write_text(json.dumps(whole | {"config": whole["config"] | {"epochs": "abc"}}))
+    with failing(65, re.escape(f"{path}: its settings are damaged")):
+        here("resnet", "--resume", str(tmp_path))
     after = newest_arrays(tmp_path)
     assert all(np.array_equal(array, after[name]) for name, array in before.items())
-    path.write_bytes(manifest)
-    for one in tmp_path.glob("checkpoints/*/checkpoint.json"):  # as versions wrote it that counted steps
-        progress = json.loads(one.read_text())["progress"]
-        del progress["consumed"]
-        edit(one, progress=progress)
-    with failing(65, "no valid checkpoint"):
-        here("resnet", "--resume", str(tmp_path))
 
 
 def test_a_forged_checkpoint_gives_way_to_the_one_before(
@@ -345,29 +306,21 @@ def test_torch_checkpoint_continues_in_tensorflow(whole: Whole, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_low_precision_starts_close_to_fp32(framework: str, whole: Whole, tmp_path: Path) -> None:
-    losses = {"fp32": [step.loss for step in read_run(whole(framework)[0])["step"][:4]]}
-    for precision in ("bf16", "fp16"):
-        folder = tmp_path / precision
-        flags = ["--framework", framework, "--precision", precision, "--epochs", "1"]
-        # Five steps, with the rates of the whole run's first.
-        flags += ["--epoch-samples", "240", "--lr", str(0.05 / 6)]
-        here("resnet", *flags, "--run-dir", str(folder), *SMALL)
-        losses[precision] = [step.loss for step in read_run(folder)["step"][:4]]
-    np.testing.assert_allclose(losses["bf16"], losses["fp32"], rtol=0.05)
-    np.testing.assert_allclose(losses["fp16"], losses["fp32"], rtol=0.05)
+def test_fp16_starts_close_to_fp32(framework: str, whole: Whole, tmp_path: Path) -> None:
+    expected = [step.loss for step in read_run(whole(framework)[0])["step"][:4]]
+    # Five steps, with the rates of the whole run's first.
+    flags = ["--framework", framework, "--precision", "fp16", "--epochs", "1", "--epoch-samples", "240"]
+    here("resnet", *flags, "--lr", str(0.05 / 6), "--run-dir", str(tmp_path / "run"), *SMALL)
+    losses = [step.loss for step in read_run(tmp_path / "run")["step"][:4]]
+    np.testing.assert_allclose(losses, expected, rtol=0.05)
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_a_loss_that_is_no_number_stops_the_run_with_step_and_rate(ranks: int, tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number_stops_the_run_with_step_and_rate(tmp_path: Path) -> None:
     flags = ["--lr", "1e18", "--warmup-epochs", "0", "--epochs", "1", "--run-dir", str(tmp_path / "run"), *SMALL]
-    done = resnet(ranks, *flags)
+    done = resnet(2, *flags)
     assert done.returncode == 1
-    lines = [line for line in done.stderr.splitlines() if "hvdtrain: " in line]
-    assert len(lines) == 1, done.stderr
-    assert "the loss is" in lines[0]
-    assert "at step" in lines[0]
-    assert "learning rate" in lines[0]
+    (line,) = [line for line in done.stderr.splitlines() if "hvdtrain: " in line]
+    assert re.search("the loss is .*at step .*learning rate", line)
 
 
 def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
@@ -381,21 +334,17 @@ def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
 
 BAD = [
     (["--lr", "x"], 2, "--lr: 'x' is not a number"),
-    (["--frmework", "torch"], 2, "unrecognized arguments"),
     (["--framework", "mxnet"], 2, "choose from torch, tensorflow, auto"),
+    (["--verify-data"], 2, "--verify-data was removed; hint: "),
     (["--config", "nowhere.toml"], 2, "nowhere.toml: No such file"),
-    (["--batch-size", "0"], 78, "--batch-size is 0"),
     (["--batch-size", "1"], 78, "BatchNorm needs two values"),
     (["--batch-size", "8", "--global-batch-size", "8"], 78, "give one of them"),
     (["--strategy", "telepathy"], 78, "known: allreduce"),
-    *((["--image-size", size], 78, "WIDTHxHEIGHT") for size in ("axb", "²", "999999999x999999999", "9" * 5000)),
+    *((["--image-size", size], 78, "WIDTHxHEIGHT") for size in ("axb", "²", "999999999x999999999")),
     (["--data", "nowhere"], 65, "nowhere"),
     (["--resume"], 78, "--resume DIR"),
     (["--resume", "nowhere"], 65, "--resume nowhere: no run there"),
-    (["--resume", "x" * 300], 65, "File name too long"),
-    (["--resume", "README.md"], 65, "--resume README.md: no run there"),
-    (["--width", "0"], 78, "width"),
-    (["--width", "1e300"], 78, "width"),
+    (["--width", "0"], 78, "width is 0.0: give a number >= "),
     (["--batch-size", "8", "--epochs", "1", "--warmup-epochs", "2"], 78, "--warmup-epochs"),
 ]
 
@@ -411,7 +360,7 @@ def test_a_gpu_that_is_not_there_is_one_line(framework: str, monkeypatch: pytest
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     else:
         monkeypatch.setattr("tensorflow.config.list_physical_devices", lambda kind: [])
-    with failing(78, "sees no GPU here; use --device cpu or auto$"):
+    with failing(78, "--device gpu: .*no GPU.*"):
         here("resnet", "--framework", framework, "--device", "gpu")
 
 
@@ -422,24 +371,18 @@ def test_bad_input_under_a_launcher_is_said_once() -> None:
     assert "a global batch of 1 is too small for 2 ranks" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("flags", "code", "told"),
-    [(["--resume"], 78, "epochs: 3 there, 12 here; "), (["--epochs", "3"], 73, " already holds a run: ")],
-)
-def test_hosts_that_share_no_folder_one_of_which_has_a_run_there_do_not_begin(
-    flags: list[str], code: int, told: str, tmp_path: Path
-) -> None:
-    """With --resume they have other settings; without, old records would be among the new."""
+def test_hosts_that_share_no_folder_one_of_which_has_a_run_there_do_not_begin(tmp_path: Path) -> None:
+    """Old records would be among the new."""
     (tmp_path / "there" / "run").mkdir(parents=True)
     (tmp_path / "here").mkdir()
     manifest = records.as_json(made_manifest(Made(config={"width": 0.125, "epochs": 3})))
     (tmp_path / "there" / "run" / "manifest.json").write_text(json.dumps(manifest))
     words = ["env", "OMPI_COMM_WORLD_LOCAL_RANK=0", "OMPI_COMM_WORLD_LOCAL_SIZE=1", sys.executable, "-m"]
-    words += ["hvdtrain.resnet", "--strategy", "hierarchical", "--run-dir", "run", *flags]
+    words += ["hvdtrain.resnet", "--strategy", "hierarchical", "--run-dir", "run", "--epochs", "3"]
     first, second = (["-np", "1", "-wdir", str(tmp_path / place), *words] for place in ("here", "there"))
     done = finished(["mpirun", *first, ":", *second])  # fmt: skip
-    assert done.returncode == code and done.stderr.count("hvdtrain: ") == 1, done.stderr
-    assert ("rank 1 on " in done.stderr) == (code == 78) and told in done.stderr, done.stderr
+    assert done.returncode == 73 and done.stderr.count("hvdtrain: ") == 1, done.stderr
+    assert " already holds a run: " in done.stderr, done.stderr
     assert not (tmp_path / "here" / "run" / "manifest.json").exists()
 
 
@@ -466,12 +409,3 @@ def test_dry_run_prints_the_arithmetic_and_loads_no_framework(tmp_path: Path) ->
     assert asked == {"seed": 4, "lr": 0.2, "momentum": 0.5}, "flag over file over variable over default"
     assert shown["plan"]["rank_batch"] == shown["plan"]["global_batch"] == 64
     assert "21,283,530" in shown["facts"]["model"]
-
-
-def test_a_signal_before_the_first_step_has_nothing_to_resume() -> None:
-    code = (
-        "import os, signal\nfrom hvdtrain.comm import lifecycle\n"
-        "lifecycle.run(lambda stop: os.kill(os.getpid(), signal.SIGTERM) or 0, debug=False)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), cwd=ROOT, check=False)
-    assert done.returncode == 143

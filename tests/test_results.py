@@ -1,4 +1,4 @@
-"""The tables of `hvdtrain results`: which runs count, what the tables conclude, and in which formats."""
+"""The tables of `hvdtrain results`: the runs that count, the conclusions, and the formats."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from conftest import failing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.records.metrics import Regression
-from hvdtrain.results import scores
 from hvdtrain.results.__main__ import main
 from hvdtrain.results.read.frame import load
 from hvdtrain.results.read.where import Where
@@ -51,11 +49,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def json_of(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    assert main([*words, "--format", "json"]) == 0
-    return json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-
-
 # --- scaling ----------------------------------------------------------------------------------------------------------
 
 
@@ -68,9 +61,7 @@ def json_of(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
         ((2, 2, 2), "No added host makes a difference beyond the spread of the runs"),
     ],
 )
-def test_scaling_concludes_whether_hosts_help(
-    times: tuple[float, ...], conclusion: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_scaling_concludes_whether_hosts_help(times: tuple[float, ...], conclusion: str, tmp_path: Path) -> None:
     for hosts, step_s in zip((1, 2, 4), times, strict=True):
         for seed in range(SEEDS):
             runs.make(
@@ -82,12 +73,12 @@ def test_scaling_concludes_whether_hosts_help(
                 compute_s=step_s * (1 + seed / 100),
                 communication_s=0.0,
             )
-    (reading,) = json_of(capsys, "scaling", str(tmp_path))["readings"].values()
+    (reading,) = runs.results("scaling", tmp_path)["readings"].values()
     assert reading.startswith(conclusion)
 
 
-def test_scaling_has_a_curve_per_rate(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = json_of(capsys, "scaling", str(root))
+def test_scaling_has_a_curve_per_rate(root: Path) -> None:
+    table = runs.results("scaling", root)
     slow, fast = (table["readings"][title] for title in sorted(table["readings"]))
     assert slow.startswith("Each added host makes training slower: 2 hosts take 2.07 x as long (+11 s")
     assert fast.startswith("Each added host makes training faster: 2 hosts are 1.9")
@@ -98,47 +89,26 @@ def test_scaling_has_a_curve_per_rate(root: Path, capsys: pytest.CaptureFixture[
     assert four["network_bytes_per_step"]["mean"] == pytest.approx(1.05 * four["limit_bytes_per_step"])
 
 
-def test_conclusions_from_single_runs_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for hosts, seed in ((1, 0), (1, 1), (2, 0)):
-        runs.make(tmp_path / f"{hosts}-{seed}", hosts=hosts, rank_batch=32 // hosts, seed=seed, compute_s=1 / hosts)
-    (reading,) = json_of(capsys, "scaling", str(tmp_path))["readings"].values()
-    assert reading.endswith("single runs, so their spread is unknown.")
-
-
 # --- accuracy and energy ----------------------------------------------------------------------------------------------
 
 
-def test_time_to_accuracy_is_the_end_of_the_first_epoch_that_reaches_it(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = json_of(capsys, "accuracy", str(root), "--where", "hosts=1", "--target", "95%")["rows"]
+def test_time_to_accuracy_is_the_end_of_the_first_epoch_that_reaches_it(root: Path) -> None:
+    rows = runs.results("accuracy", root, "--where", "hosts=1", "--target", "95%")["rows"]
     seconds = summary(10 * (1 + seed / 100 + 0.01) for seed in range(SEEDS))
     assert seconds is not None
     assert rows[0]["reached"] == "3 of 3"
     assert rows[0]["train_to_target_s"]["mean"] == pytest.approx(seconds.mean)
     assert rows[0]["end_to_end_to_target_s"]["mean"] == pytest.approx(seconds.mean + 2 * 0.1 + 0.05)
     assert rows[0]["epochs_to_target"]["mean"] == 2
-    rows = json_of(capsys, "accuracy", str(root), "--where", "hosts=1", "--target", "0.957")["rows"]
+    rows = runs.results("accuracy", root, "--where", "hosts=1", "--target", "0.957")["rows"]
     assert rows[0]["reached"] == "1 of 3"
     for value in ("95", "accuracy=95"):
         with failing(2, "accuracy from 0 to 1"):
             main(["accuracy", str(root), "--target", value])
 
 
-def test_a_target_without_a_common_score_names_none(root: Path) -> None:
-    frame = load([root]).runs
-    mae = json.dumps(Regression("W/m2").as_json())
-    other = frame.assign(primary_metric="mae", scores=mae, best_validation_mae=60.0)
-    both = pd.concat([other, frame])
-    assert scores.goal(frame, 0.95) == "95 % validation accuracy"
-    assert scores.goal(other, 61.5) == "validation MAE 61.5 W/m2"
-    assert (scores.target(both, 0.95), scores.goal(both, 1)) == ("primary metric 0.95", "validation primary metric 1")
-    assert scores.best(both) == "MAE 60 W/m2 and 96 %"
-    scores.check_target(both, 61.5)
-
-
-def test_energy_separates_idle_devices_and_names_the_baseline(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = json_of(capsys, "energy", str(root), "--baseline", "hosts=2 and rate_mbit=10")
+def test_energy_separates_idle_devices_and_names_the_baseline(root: Path) -> None:
+    found = runs.results("energy", root, "--baseline", "hosts=2 and rate_mbit=10")
     table, devices = found["tables"]
     for row in table["rows"]:
         assert row["energy_j"]["mean"] == pytest.approx(row["energy_used_j"]["mean"] * 4 / 3)
@@ -147,13 +117,13 @@ def test_energy_separates_idle_devices_and_names_the_baseline(root: Path, capsys
     assert {(row["host_device"][3:], row["use"]) for row in devices["rows"]} == {("cpu0", "used"), ("gpu0", "idle")}
 
 
-def test_edp_is_relative_to_the_fewest_ranks_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_edp_is_relative_to_the_fewest_ranks_on_a_gpu(tmp_path: Path) -> None:
     js = {}
     for device, hosts, watts in (("cpu", 1, 10.0), ("cuda:0", 2, 30.0), ("cuda:0", 4, 20.0)):
         made = runs.Made(device=device, hosts=hosts, rank_batch=64 // hosts, train_s=100.0 / hosts)
         runs.make(tmp_path / str(hosts), made, energy_w={"cpu0": watts})
         js[hosts] = hosts * watts * (100 / hosts + 0.5) ** 2
-    rows = json_of(capsys, "energy", str(tmp_path))["tables"][0]["rows"]
+    rows = runs.results("energy", tmp_path)["tables"][0]["rows"]
     found = {row["hosts"]: row["edp"]["mean"] for row in rows}
     assert found == pytest.approx({hosts: value / js[2] for hosts, value in js.items()})
 
@@ -169,29 +139,29 @@ def test_the_unit_of_energy_fits_its_size(watts: float, printed: str, tmp_path: 
 # --- which runs count -------------------------------------------------------------------------------------------------
 
 
-def test_energy_runs_and_marked_runs_do_not_count_for_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_energy_runs_and_marked_runs_do_not_count_for_times(tmp_path: Path) -> None:
     runs.make(tmp_path / "a", kind="timing", train_s=10.0)
     runs.make(tmp_path / "b", kind="timing", train_s=99.0, marked="the rate was off by 9 %")
     runs.make(tmp_path / "c", kind="energy", train_s=99.0, energy_w={"cpu0": 10.0})
-    table = json_of(capsys, "table", str(tmp_path))
+    table = runs.results("table", tmp_path)
     assert table["rows"][0]["train_s"]["mean"] == 10.0
     assert table["rows"][0]["energy_j"]["n"] == 1
     assert any("b, marked: the rate was off by 9 %" in note for note in table["notes"])
-    assert json_of(capsys, "energy", str(tmp_path))["tables"][0]["rows"][0]["edp_used"]["mean"] == 1
+    assert runs.results("energy", tmp_path)["tables"][0]["rows"][0]["edp_used"]["mean"] == 1
     for command in ("accuracy", "strategies"):
-        (row,) = json_of(capsys, command, str(tmp_path), "--target", "90%")["rows"]
+        (row,) = runs.results(command, tmp_path, "--target", "90%")["rows"]
         assert row["reached"] == "2 of 2"
         assert (row["train_to_target_s"]["n"], row["train_to_target_s"]["mean"]) == (1, 10.0)
 
 
-def test_runs_with_different_settings_are_never_averaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_with_different_settings_are_never_averaged(tmp_path: Path) -> None:
     runs.make(tmp_path / "a", config={"lr": 0.05})
     runs.make(tmp_path / "b", config={"lr": 0.1})
-    runs.make(tmp_path / "c", config={"lr": 0.1, "run_dir": "elsewhere", "monitor_ms": 100, "verify_data": True})
-    rows = json_of(capsys, "table", str(tmp_path))["rows"]
+    runs.make(tmp_path / "c", config={"lr": 0.1, "run_dir": "elsewhere", "monitor_ms": 100})
+    rows = runs.results("table", tmp_path)["rows"]
     assert [(row["lr"], row["n"]) for row in rows] == [(0.05, 1), (0.1, 2)]
-    assert [row["n"] for row in json_of(capsys, "table", str(tmp_path), "--where", "lr>0.05")["rows"]] == [2]
-    chosen = json_of(capsys, "table", str(tmp_path), "--group-by", "hosts")
+    assert [row["n"] for row in runs.results("table", tmp_path, "--where", "lr>0.05")["rows"]] == [2]
+    chosen = runs.results("table", tmp_path, "--group-by", "hosts")
     assert chosen["rows"][0]["n"] == 3
     assert any("average over different" in note and "settings" in note for note in chosen["notes"])
 
@@ -264,16 +234,14 @@ def test_a_signed_score_is_best_at_0(tmp_path: Path, capsys: pytest.CaptureFixtu
     """The interpolated time to a target approaches it from the side of the run."""
     for name, bias in (("near", 5.0), ("far", -80.0)):
         runs.make(tmp_path / name, train_s=20.0, accuracies=(-80.0, bias), test_accuracy=bias)
-        path = tmp_path / name / "manifest.json"
-        manifest = json.loads(path.read_text())
-        manifest["metric"]["scores"]["accuracy"] |= {"least": None, "most": None, "higher_is_better": None}
-        path.write_text(json.dumps(manifest))
+        with runs.edited(tmp_path / name / "manifest.json") as manifest:
+            manifest["metric"]["scores"]["accuracy"] |= {"least": None, "most": None, "higher_is_better": None}
     for order, verdict in ((("far", "near"), "better"), (("near", "far"), "worse")):
         code = main(["compare", *(str(tmp_path / side) for side in order), "--format", "json"])
         rows = json.loads(capsys.readouterr().out)["rows"]
         (found,) = (row["verdict"] for row in rows if row["figure"].startswith("test accuracy"))
         assert (found, code) == (f"{verdict} (single run)", verdict == "worse")
-    row = json_of(capsys, "strategies", str(tmp_path / "near"), "--target", "30")["rows"][0]
+    row = runs.results("strategies", tmp_path / "near", "--target", "30")["rows"][0]
     assert row["interpolated_s"]["mean"] == pytest.approx(10 + 10 * (80 - 30) / (80 + 5))
 
 
@@ -292,7 +260,7 @@ def test_compare_counts_groups_without_a_partner(tmp_path: Path, capsys: pytest.
 
 
 def test_all_formats_have_the_same_numbers(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = json_of(capsys, "table", str(root))
+    table = runs.results("table", root)
     assert main(["table", str(root), "--format", "csv"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     for row, expected in zip(rows, table["rows"], strict=True):
@@ -305,13 +273,13 @@ def test_all_formats_have_the_same_numbers(root: Path, capsys: pytest.CaptureFix
     assert texts["table"] == texts["markdown"] != []
 
 
-def test_export_has_all_columns_in_every_format(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_has_all_columns_in_every_format(root: Path, tmp_path: Path) -> None:
     frames = []
     for form in ("csv", "parquet"):
         path = tmp_path / f"runs.{form}"
         assert main(["export", str(root), "--format", form, "-o", str(path)]) == 0
         frames.append(pd.read_csv(path) if form == "csv" else pd.read_parquet(path))
-    exported = json_of(capsys, "export", str(root))["rows"]
+    exported = runs.results("export", root)["rows"]
     assert {len(frame) for frame in frames} == {len(exported)} == {5 * SEEDS}
     for frame in frames:
         assert list(frame.columns) == list(exported[0])

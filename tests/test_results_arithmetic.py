@@ -14,10 +14,10 @@ from scipy import stats
 from hvdtrain.results import groups, scaling
 from hvdtrain.results.columns import RUNS
 from hvdtrain.results.read import frame
-from hvdtrain.results.statistics import Interval, Statistic, difference, summary, t_quantile
+from hvdtrain.results.statistics import Interval, Statistic, difference, summary
 from hvdtrain.results.tables import energy
 
-TABLES = 100
+TABLES = 40
 
 
 def close(found: float | None, exact: Any) -> None:
@@ -181,11 +181,6 @@ def test_statistics_equal_exact_fractions_on_random_tables() -> None:
         table = random_table(seed)
         check_scaling(table)
         check_energy(table)
-
-
-@pytest.mark.parametrize("freedom", [1, 1.0001, 1.37, 2, 3, 4.5, 9, 30, 99.5, 1000])
-def test_the_t_quantile_equals_scipys(freedom: float) -> None:
-    assert math.isclose(t_quantile(freedom), stats.t.ppf(0.975, freedom), rel_tol=1e-10)
 
 
 def test_the_interval_of_a_difference_equals_scipys_welch_test() -> None:

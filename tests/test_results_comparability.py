@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import runs
-from test_results import json_of
 
 from hvdtrain.results import comparability, figures, groups
 from hvdtrain.results.__main__ import main
@@ -47,18 +45,18 @@ def pair(folder: Path, **one: Any) -> Path:
 
 
 @pytest.mark.parametrize("name", UNLIKE)
-def test_unlike_runs_give_no_ratio_anywhere(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unlike_runs_give_no_ratio_anywhere(name: str, tmp_path: Path) -> None:
     root = pair(tmp_path / "runs", **UNLIKE[name])
     label = {"cores": "cores per host", "threads": "threads per rank", "batch": "batch per rank"}.get(name, name)
-    scaling = json_of(capsys, "scaling", str(root))
+    scaling = runs.results("scaling", root)
     assert all(row["speedup"] is row["efficiency"] is None for row in scaling["rows"])
     assert all(text.startswith("Nothing to compare with: ") for text in scaling["readings"].values())
     assert all(label in text for text in scaling["readings"].values())
-    strategies = json_of(capsys, "strategies", str(root))
+    strategies = runs.results("strategies", root)
     assert {row["speedup"] for row in strategies["rows"] if row["hosts"] == 2} == {None}
     what = "batch" if name == "batch" else label  # the global batch
     assert any(what in text for text in strategies["readings"].values())
-    energy, _ = json_of(capsys, "energy", str(root))["tables"]
+    energy, _ = runs.results("energy", root)["tables"]
     refused = [row for row in energy["rows"] if row["edp"] is None]
     assert bool(refused) == (name != "device"), "energy compares devices"
     assert any(note.startswith("no EDP of") and label in note for note in energy["notes"]) == (name != "device")
@@ -72,9 +70,9 @@ def test_unlike_runs_give_no_ratio_anywhere(name: str, tmp_path: Path, capsys: p
     assert not any(words in readings for words in ("x as fast", "x as long", "makes training"))
 
 
-def test_an_efficiency_above_110_percent_is_suspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_efficiency_above_110_percent_is_suspect(tmp_path: Path) -> None:
     root = pair(tmp_path, threads=1)
-    table = json_of(capsys, "scaling", str(root))
+    table = runs.results("scaling", root)
     assert [row["suspect"] for row in table["rows"]] == [False, True]
     ((title, reading),) = table["readings"].items()
     assert "strong scaling: equal global batch" in title
@@ -82,49 +80,42 @@ def test_an_efficiency_above_110_percent_is_suspect(tmp_path: Path, capsys: pyte
     assert all(cause in reading for cause in ("spin", "busy", "unequal", "cache"))
     (words,) = [text.get_text() for axis in figures.draw("speedup", load([root])).axes for text in axis.texts]
     assert words == "suspect"
-    assert "suspect" in next(iter(json_of(capsys, "strategies", str(root))["readings"].values()))
+    assert "suspect" in next(iter(runs.results("strategies", root)["readings"].values()))
 
 
-def test_a_missing_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_run_is_named(tmp_path: Path) -> None:
     runs.make(tmp_path / "two", hosts=2)
-    (text,) = json_of(capsys, "scaling", str(tmp_path))["readings"].values()
+    (text,) = runs.results("scaling", tmp_path)["readings"].values()
     assert text.endswith("only one number of hosts was timed. Missing: 1 host like two.")
 
 
-def test_values_that_one_side_did_not_record_are_assumed_equal_with_a_note(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_values_that_one_side_did_not_record_are_assumed_equal_with_a_note(tmp_path: Path) -> None:
     root = pair(tmp_path, threads=None, config={"precision": None})
-    table = json_of(capsys, "scaling", str(root))
+    table = runs.results("scaling", root)
     assert table["rows"][1]["speedup"] is not None
     assert any("did not record precision, threads per rank" in note for note in table["notes"])
 
 
-def test_the_users_baseline_may_differ_in_the_columns_it_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_users_baseline_may_differ_in_the_columns_it_names(tmp_path: Path) -> None:
     root = pair(tmp_path, threads=2)
     for test, compared in (("hosts=1", False), ("hosts=1 and threads=2", True)):
-        table = json_of(capsys, "scaling", str(root), "--baseline", test)
+        table = runs.results("scaling", root, "--baseline", test)
         assert any(row["speedup"] and row["count"] == 2 for row in table["rows"]) is compared
 
 
 def test_unequal_hosts_are_not_comparable_with_a_single_one(tmp_path: Path) -> None:
     folder = runs.make(tmp_path / "two", hosts=2, cores=0.5)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["ranks"][1]["cores"] = 2.0
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with runs.edited(folder / "manifest.json") as manifest:
+        manifest["ranks"][1]["cores"] = 2.0
     runs.make(tmp_path / "one", cores=0.5, rank_batch=64)
     one, two = groups.by(load([tmp_path]).runs)
     assert comparability.differing(one, two, comparability.SAME) == ["cores"]
 
 
-def test_hosts_with_different_cores_have_their_own_baselines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hosts_with_different_cores_have_their_own_baselines(tmp_path: Path) -> None:
     for hosts, cores in ((1, 2.0), (1, 0.5), (2, 0.5)):
         runs.make(tmp_path / f"{hosts}-{cores}", hosts=hosts, cores=cores, compute_s=1 / cores)
-    rows = json_of(capsys, "scaling", str(tmp_path))["rows"]
+    rows = runs.results("scaling", tmp_path)["rows"]
     compared = [row for row in rows if row["count"] == 2]
     assert [row["count"] for row in rows].count(1) == 1 + len(compared)
     assert all("cores per host 0.5" in row["curve"] for row in compared)
@@ -158,14 +149,14 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_runs_of_different_launchers_are_never_averaged(launched: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_different_launchers_are_never_averaged(launched: Path) -> None:
     """Neither in a table nor in a figure. Of two equal baselines, the one with busy neighbours is used."""
-    table = json_of(capsys, "table", str(launched))["rows"]
+    table = runs.results("table", launched)["rows"]
     assert sorted(row["train_s"]["mean"] for row in table) == [10, 12, 13, 17, 30, 31]
     assert all(row["train_s"]["min"] == row["train_s"]["max"] and row["n"] == 2 for row in table)
     assert len({(row["launcher"], row["fill"], row["hosts"]) for row in table}) == 6
     curves: dict[str, list[float]] = {}
-    for row in json_of(capsys, "scaling", str(launched))["rows"]:
+    for row in runs.results("scaling", launched)["rows"]:
         curves.setdefault(row["curve"], []).append(row["train_s"]["mean"])
     assert sorted(curves.values()) == [[10], [12, 13], [12, 17], [12, 30, 31]]
     assert sum("baseline 1 host with 3 busy neighbours" in title for title in curves) == 3
@@ -180,10 +171,10 @@ def test_runs_of_different_launchers_are_never_averaged(launched: Path, capsys: 
     assert len(keys) == len(set(keys)) == 6
 
 
-def test_energy_runs_alone_are_not_a_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_energy_runs_alone_are_not_a_baseline(tmp_path: Path) -> None:
     for hosts, kind in ((1, "energy"), (2, "timing"), (4, "timing")):
         runs.make(tmp_path / str(hosts), hosts=hosts, rank_batch=32 // hosts, kind=kind, rate_mbit=10.0)
-    rows = json_of(capsys, "scaling", str(tmp_path))["rows"]
+    rows = runs.results("scaling", tmp_path)["rows"]
     assert [row["count"] for row in rows if row["speedup"]] == [2, 4]
 
 
@@ -193,10 +184,10 @@ def test_different_processors_are_noted(tmp_path: Path, capsys: pytest.CaptureFi
         made = runs.Made(hosts=hosts, device=device, cpu=cpu, cores=cores, rank_batch=32 // hosts)
         runs.make(tmp_path / f"{hosts}{device}", made)
     warning = "warning: the runs used different processors: new; old"
-    table = json_of(capsys, "scaling", str(tmp_path))
+    table = runs.results("scaling", tmp_path)
     assert not any("None" in row["curve"] for row in table["rows"])
     assert warning in table["notes"]
-    assert warning not in json_of(capsys, "scaling", str(tmp_path), "--where", "device=cpu")["notes"]
+    assert warning not in runs.results("scaling", tmp_path, "--where", "device=cpu")["notes"]
     runs.make(tmp_path / "other", hosts=2, cpu="old", rank_batch=16)
     assert main(["compare", str(tmp_path / "2cpu"), str(tmp_path / "other")]) == 0
     assert warning in capsys.readouterr().out
@@ -206,8 +197,7 @@ def test_a_resumed_run_is_a_repeat(tmp_path: Path) -> None:
     """Its config contains the micro-batches that the other run leaves to the default."""
     for seed, micro_batches in enumerate((None, 1)):
         folder = runs.make(tmp_path / str(seed), seed=seed, config={"micro_batches": micro_batches})
-        manifest = json.loads((folder / "manifest.json").read_text())
-        manifest["plan"]["micro_batches"] = 1
-        (folder / "manifest.json").write_text(json.dumps(manifest))
+        with runs.edited(folder / "manifest.json") as manifest:
+            manifest["plan"]["micro_batches"] = 1
     (group,) = groups.by(load([tmp_path]).runs)
     assert group.n == 2

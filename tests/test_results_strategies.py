@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import runs
-from test_results import json_of
 
 from hvdtrain.results.__main__ import main
 from hvdtrain.results.read.run import PAYLOAD_SHARE
@@ -24,7 +23,7 @@ def by_strategy(table: Any) -> dict[str, Any]:
     return rows
 
 
-def test_each_value_equals_an_independent_calculation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_value_equals_an_independent_calculation(tmp_path: Path) -> None:
     """One host reaches 95 % after the second epoch, powersgd after the third, except for one of its seeds."""
     single, four = {}, {}
     for seed in range(3):
@@ -44,7 +43,7 @@ def test_each_value_equals_an_independent_calculation(tmp_path: Path, capsys: py
             accuracies=(0.5, 0.9, 0.95 if seed < 2 else 0.949),
             **same,
         )
-    rows = by_strategy(json_of(capsys, "strategies", str(tmp_path), "--target", "95%"))
+    rows = by_strategy(runs.results("strategies", tmp_path, "--target", "95%"))
     one, found = rows["allreduce"], rows["powersgd:rank=4"]
     times = [3 * STEPS * (0.01 + four[seed] + 0.02) for seed in (0, 1)]
     base = [2 * STEPS * (0.01 + single[seed] + 0.2) for seed in range(3)]
@@ -92,11 +91,11 @@ def test_network_efficiency_compares_the_limit_with_the_time_of_the_exchange(
     assert efficiency == expected | {"unknown": None, "lossy": None}
     assert found["unknown"]["strategy_limit_s_per_step"] == pytest.approx(limit_s)
     assert found["lossy"]["strategy_limit_s_per_step"] is None
-    rows = by_strategy(json_of(capsys, "strategies", str(tmp_path), "--where", "ranks_per_host=2"))
+    rows = by_strategy(runs.results("strategies", tmp_path, "--where", "ranks_per_host=2"))
     assert rows["topk"]["allreduce_ratio"]["mean"] == pytest.approx(limit_s / 0.1)
 
 
-def test_best_uses_the_batch_and_learning_rate_of_each_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_best_uses_the_batch_and_learning_rate_of_each_side(tmp_path: Path) -> None:
     """For each side, the fastest (batch, learning rate) whose seeds all reach the target."""
     times: dict[tuple[int, int, float], list[float]] = {}
     for hosts, batch, lr, seed in itertools.product((1, 4), (32, 64), (0.1, 0.2), (1, 2)):
@@ -117,7 +116,7 @@ def test_best_uses_the_batch_and_learning_rate_of_each_side(tmp_path: Path, caps
             accuracies=(0.5, 0.94 if missed else 0.98),
         )
         times.setdefault((hosts, batch, lr), []).append(640 // batch * step_s * (1 + 0.45 / 0.48))
-    rows = by_strategy(json_of(capsys, "strategies", str(tmp_path), "--best"))
+    rows = by_strategy(runs.results("strategies", tmp_path, "--best"))
     chosen = {row["hosts"]: (row["hosts"], row["global_batch"], row["lr"]) for row in rows.values()}
     fit = [each for each in times if each != (4, 32, 0.1)]
     assert chosen == {
@@ -145,7 +144,7 @@ def test_rates_are_sections_with_the_single_host_first(tmp_path: Path, capsys: p
                 communication_s=wait_s / rate,
                 accuracies=(0.5, last),
             )
-    table = json_of(capsys, "strategies", str(tmp_path))
+    table = runs.results("strategies", tmp_path)
     order = [(row["rate"], row["hosts"], row["strategy"]) for row in table["rows"]]
     names = [(1, "allreduce"), (4, "hierarchical"), (4, "allreduce"), (4, "topk")]
     assert order == [(rate, *name) for rate in ("10 Mbit/s", "100 Mbit/s") for name in names]
@@ -156,7 +155,7 @@ def test_rates_are_sections_with_the_single_host_first(tmp_path: Path, capsys: p
     assert "No run over several hosts reached 99 %." in capsys.readouterr().out
 
 
-def test_launchers_of_one_strategy_have_their_own_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_launchers_of_one_strategy_have_their_own_rows(tmp_path: Path) -> None:
     for hosts in (2, 3):
         for launcher in ("a", "b"):
             name, settings = f"{hosts}{launcher}", {"launcher": f"by {launcher}"}
@@ -164,21 +163,19 @@ def test_launchers_of_one_strategy_have_their_own_rows(tmp_path: Path, capsys: p
     runs.make(tmp_path / "tuned", hosts=4, rate_mbit=RATE, kind="timing")
     twice = [(hosts, f"allreduce (by {launcher})") for hosts in (2, 3) for launcher in "ab"]
     for more in ((), ("--best",)):
-        rows = json_of(capsys, "strategies", str(tmp_path), *more)["rows"]
+        rows = runs.results("strategies", tmp_path, *more)["rows"]
         assert sorted((row["hosts"], row["strategy"]) for row in rows) == [*twice, (4, "allreduce")]
 
 
-def test_each_rate_has_its_own_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_rate_has_its_own_best(tmp_path: Path) -> None:
     for rate, lr in ((10.0, 0.1), (100.0, 0.1), (10.0, 0.2), (100.0, 0.2)):
         wait_s = 10 / rate * (1 if (rate == 10.0) == (lr == 0.1) else 3)
         runs.make(tmp_path / f"{rate}{lr}", hosts=2, rate_mbit=rate, communication_s=wait_s, config={"lr": lr})
-    rows = json_of(capsys, "strategies", str(tmp_path), "--best", "--target", "0.9")["rows"]
+    rows = runs.results("strategies", tmp_path, "--best", "--target", "0.9")["rows"]
     assert [(row["rate"], row["lr"]) for row in rows] == [("10 Mbit/s", 0.1), ("100 Mbit/s", 0.2)]
 
 
-def test_interpolation_starts_at_the_last_epoch_with_a_score(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interpolation_starts_at_the_last_epoch_with_a_score(tmp_path: Path) -> None:
     runs.make(tmp_path / "r", epochs=4, train_s=40.0, accuracies=(0.0, 0.5, None, 1.0))
-    (row,) = json_of(capsys, "strategies", str(tmp_path), "--target", "0.75")["rows"]
+    (row,) = runs.results("strategies", tmp_path, "--target", "0.75")["rows"]
     assert (row["train_to_target_s"]["mean"], row["interpolated_s"]["mean"]) == (40.0, pytest.approx(30.0))

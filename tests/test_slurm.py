@@ -1,4 +1,4 @@
-"""Jobs on a real Slurm of two virtual hosts: sbatch, signals, requeue, srun; and the errors users meet."""
+"""Jobs on a real Slurm with two virtual hosts: sbatch, signals, requeuing, srun, and errors of the batch script."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TWO_BY_ONE = ["--nodes=2", "--ntasks-per-node=1"]
 def cluster() -> Iterator[SlurmCluster]:
     if reason := missing():
         pytest.skip(f"Slurm: {reason}")
-    # A short path: the socket of munged is in it, and unix(7) allows 107 characters.
+    # The path is short, because it contains munged's socket and unix(7) allows 107 characters.
     with (
         tempfile.TemporaryDirectory(prefix="slurm-") as folder,
         slurm(Path(folder), name=f"t{os.getpid()}") as made,
@@ -37,13 +37,13 @@ def cluster() -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def nodes(cluster: SlurmCluster) -> Iterator[SlurmCluster]:
-    """The cluster, idle; a test that fails leaves no job to the next."""
+    """The idle cluster. Jobs of a failed test are cancelled."""
     yield cluster
     cluster.clear()
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """Rank 0's, whole lines only."""
+    """Rank 0's records without an incomplete last line."""
     file = folder / "metrics" / "rank0000.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -60,7 +60,7 @@ def hosts(folder: Path) -> list[str]:
 def test_usr1_saves_a_checkpoint_and_the_requeued_job_resumes_with_its_four_ranks(
     nodes: SlurmCluster, tmp_path: Path
 ) -> None:
-    """Two stages, on a host each, of two replicas."""
+    """The job has two stages with two replicas, each stage on one host."""
     run, output = tmp_path / "run", tmp_path / "out"
     flags = ["--epochs", "4", "--stages", "2", "--strategy", "hierarchical", "--run-dir", str(run)]
     job = nodes.submit(*TWO_BY_TWO, SCRIPT, *TRAIN, *flags, cwd=ROOT, output=output)
@@ -73,13 +73,13 @@ def test_usr1_saves_a_checkpoint_and_the_requeued_job_resumes_with_its_four_rank
     steps = [one["step"] for one in found if one["type"] == "step"]
     summary = found[-1]
     assert len(resumed) == 1 and 0 < resumed[0] < summary["steps"]
-    assert steps == list(range(summary["steps"])), "every step once: none lost, none done again"
+    assert steps == list(range(summary["steps"])), "every step exactly once"
     assert (summary["ranks"], summary["hosts"]) == (4, 2) and (run / "COMPLETE").exists()
     assert hosts(run) == ["a", "a", "b", "b"]
 
 
 def start(nodes: SlurmCluster, folder: Path, *options: str) -> int:
-    """A job of tests/programs/slurm_job.py whose four ranks run."""
+    """Starts tests/programs/slurm_job.py and waits until its four ranks run."""
     program = PROGRAMS / "slurm_job.py"
     output = folder / "out"
     job = nodes.submit(*TWO_BY_TWO, *options, SCRIPT, "python", program, folder, cwd=ROOT, output=output)
@@ -95,8 +95,8 @@ def seen(folder: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.root
-def test_usr1_to_the_steps_alone_requeues_too(nodes: SlurmCluster, tmp_path: Path) -> None:
-    """Without --batch Slurm signals only what runs on the other node; its ranks' 75 is the job's."""
+def test_usr1_to_the_job_steps_requeues(nodes: SlurmCluster, tmp_path: Path) -> None:
+    """Without --batch Slurm signals only the other node, whose ranks end the job with 75."""
     job = start(nodes, tmp_path)
     assert nodes.run(["scancel", "--signal=USR1", str(job)]).returncode == 0
     ended = nodes.ended(job, tmp_path / "out")
@@ -119,27 +119,27 @@ def test_term_saves_a_checkpoint_and_ends_the_job(nodes: SlurmCluster, tmp_path:
 def test_a_cancelled_job_ends_and_leaves_no_process(nodes: SlurmCluster, tmp_path: Path) -> None:
     before = nodes.processes()
     job = start(nodes, tmp_path)
-    its_own = nodes.processes() - before
-    assert len(its_own) >= 4
+    of_job = nodes.processes() - before
+    assert len(of_job) >= 4
     assert nodes.run(["scancel", str(job)]).returncode == 0
     ended = nodes.ended(job, tmp_path / "out")
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0")
-    until(
-        lambda: not nodes.processes() & its_own, what=lambda: f"no process of the job's: {nodes.processes() & its_own}"
-    )
+    until(lambda: not nodes.processes() & of_job, what=lambda: f"left: {nodes.processes() & of_job}")
 
 
 @pytest.mark.root
-def test_a_job_that_may_not_be_requeued_keeps_its_75(nodes: SlurmCluster, tmp_path: Path) -> None:
+def test_a_job_without_requeuing_ends_with_75(nodes: SlurmCluster, tmp_path: Path) -> None:
     job = start(nodes, tmp_path, "--no-requeue")
     assert nodes.run(["scancel", "--signal=USR1", "--batch", str(job)]).returncode == 0
     ended = nodes.ended(job, tmp_path / "out")
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "75:0", "0"), tail(tmp_path / "out")
-    assert "it cannot; to go on: sbatch [the same options] launch/slurm.sbatch" in (tmp_path / "out").read_text()
+    assert (
+        "requeuing failed; to resume: sbatch [the same options] launch/slurm.sbatch" in (tmp_path / "out").read_text()
+    )
 
 
 @pytest.mark.root
-def test_the_exit_code_of_the_command_is_the_jobs(nodes: SlurmCluster, tmp_path: Path) -> None:
+def test_a_job_has_the_exit_code_of_its_command(nodes: SlurmCluster, tmp_path: Path) -> None:
     program = ["python", "-c", "raise SystemExit(65)"]
     job = nodes.submit(*TWO_BY_ONE, SCRIPT, *program, cwd=ROOT, output=tmp_path / "out")
     ended = nodes.ended(job, tmp_path / "out")
@@ -147,11 +147,11 @@ def test_the_exit_code_of_the_command_is_the_jobs(nodes: SlurmCluster, tmp_path:
 
 
 @pytest.mark.root
-def test_a_job_submitted_from_elsewhere_says_so(nodes: SlurmCluster, tmp_path: Path) -> None:
+def test_a_job_must_be_submitted_from_the_checkout(nodes: SlurmCluster, tmp_path: Path) -> None:
     job = nodes.submit("--nodes=1", SCRIPT, *TRAIN, cwd=tmp_path, output=tmp_path / "out")
     assert nodes.ended(job, tmp_path / "out")["ExitCode"] == "78:0"
     (line,) = (tmp_path / "out").read_text().splitlines()
-    assert line.startswith(f"slurm.sbatch: no launch/mpirun.sh in {tmp_path} on a; submit from the checkout")
+    assert line.startswith(f"slurm.sbatch: no launch/mpirun.sh in {tmp_path} on a; hint: submit from the checkout")
 
 
 # --- srun ------------------------------------------------------------------------------------------------------------
@@ -170,8 +170,7 @@ def test_srun_with_pmix_trains(nodes: SlurmCluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.root
-def test_srun_tells_each_rank_its_place(nodes: SlurmCluster) -> None:
-    """Three ranks on two nodes, without --ntasks-per-node: the nodes' shares differ."""
+def test_srun_with_different_numbers_of_ranks_per_node(nodes: SlurmCluster) -> None:
     if reason := pmix_missing():
         pytest.skip(reason)
     show = (
@@ -183,8 +182,8 @@ def test_srun_tells_each_rank_its_place(nodes: SlurmCluster) -> None:
 
 
 @pytest.mark.root
-def test_srun_without_pmix_is_refused(nodes: SlurmCluster, tmp_path: Path) -> None:
-    """It would be two trainings side by side."""
+def test_srun_without_pmix_is_rejected(nodes: SlurmCluster, tmp_path: Path) -> None:
+    """Each rank would train on its own."""
     words = [PYTHON, *TRAIN[1:], "--epochs", "1", "--run-dir", str(tmp_path / "run")]
     done = nodes.run(["srun", "--nodes=2", "--ntasks=2", "--mpi=none", *words], cwd=ROOT)
     assert done.returncode != 0
@@ -223,8 +222,7 @@ def has_lines(file: Path, count: int) -> bool:
 
 
 def script(*words: str, cwd: Path = ROOT, signals: Sequence[str] = (), **variables: str) -> tuple[int, list[str]]:
-    """Runs the batch script as a plain program and sends it these signals, in turn, once its launcher runs: its exit
-    code, its stderr."""
+    """Runs the batch script without Slurm, sends signals once its launcher runs, and returns (exit code, stderr)."""
     environment = {"PATH": f"{cwd / 'bin'}:{SYSTEM_PATH}", "SLURM_JOB_ID": "7", **variables}
     with subprocess.Popen(
         [str(SCRIPT), *words], env=environment, cwd=cwd, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -234,17 +232,17 @@ def script(*words: str, cwd: Path = ROOT, signals: Sequence[str] = (), **variabl
         passed = cwd / "signal"
         for count, name in enumerate(signals, 1):
             running.send_signal(signal.Signals[f"SIG{name}"])
-            until(partial(has_lines, passed, count), what=lambda: "it is passed on")
+            until(partial(has_lines, passed, count), what=lambda: "the signal in the launcher")
         try:
-            said = running.communicate(timeout=LIMIT_S)[1]
+            errors = running.communicate(timeout=LIMIT_S)[1]
         finally:
-            running.kill()  # a script that does not end must not keep the tests
-    return running.returncode, said.splitlines()
+            running.kill()
+    return running.returncode, errors.splitlines()
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder with all that the script looks for; the launcher ends as CODE says, after the signal LAST if set."""
+    """A folder that looks like a checkout. Its launcher exits with CODE, after the signal LAST if that is set."""
     program(tmp_path / "launch" / "mpirun.sh", LAUNCHER)
     program(tmp_path / "bin" / "scontrol", SCONTROL)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
@@ -257,14 +255,14 @@ def checkout(tmp_path: Path) -> Path:
     [
         (0, [], 0, "new", False),
         (1, [], 0, "", False),
-        (1, [], 0, "new", True),  # a fault: the launcher's sentinel ended the job after its last checkpoint
-        (1, [], 1, "old", False),  # it fails where it failed before
-        (1, [], 5, "new", False),  # the sixth time it is no accident
+        (1, [], 0, "new", True),  # a fault after a checkpoint
+        (1, [], 1, "old", False),  # no progress since the last start
+        (1, [], 5, "new", False),  # too many restarts
         (1, ["TERM"], 0, "new", False),
-        (75, [], 0, "", True),  # only the ranks were signalled
+        (75, [], 0, "", True),  # only the ranks got the signal
         (75, [], 5, "", False),
-        (75, ["USR1"], 9, "", True),  # the time limit, as often as it takes
-        (75, ["USR1", "TERM"], 9, "", True),  # the time limit, and a long step before the checkpoint
+        (75, ["USR1"], 9, "", True),  # the time limit, with any number of restarts
+        (75, ["USR1", "TERM"], 9, "", True),  # the time limit passes before the checkpoint is saved
         (75, ["TERM"], 0, "", False),
         (75, ["TERM", "USR1"], 0, "", False),
         (75, ["INT"], 0, "", False),
@@ -272,10 +270,10 @@ def checkout(tmp_path: Path) -> Path:
         (138, ["USR1"], 9, "old", True),
     ],
 )
-def test_what_goes_back_to_the_queue(
+def test_requeuing(
     checkout: Path, code: int, signals: list[str], restarts: int, checkpoints: str, requeued: bool
 ) -> None:
-    """`checkpoints`: old, of an earlier start; new, of this one."""
+    """`checkpoints`: "old" if an earlier start saved one, "new" if this start does."""
     if checkpoints == "old":
         (checkout / "results" / "slurm-7" / "checkpoints" / "step-00000010").mkdir(parents=True)
     passed = ["TERM" if name == "INT" else name for name in signals]
@@ -303,25 +301,23 @@ def test_what_goes_back_to_the_queue(
         (["train", "--resume", "--epochs", "2"], 0, "results/slurm-7 true"),
     ],
 )
-def test_the_run_folder_is_the_jobs_unless_the_command_names_one(
-    checkout: Path, words: list[str], restarts: int, folder: str
-) -> None:
+def test_the_commands_run_folder_takes_precedence(checkout: Path, words: list[str], restarts: int, folder: str) -> None:
     code, _ = script(*words, cwd=checkout, CODE="0", LAST="", SLURM_RESTART_COUNT=str(restarts))
     assert code == 0
     assert (checkout / "started").read_text().splitlines() == [folder, *words]
 
 
-def test_outside_a_job_it_says_how_to_submit() -> None:
+def test_the_script_must_run_in_a_job() -> None:
     code, (line,) = script("python", "-m", "hvdtrain.resnet", SLURM_JOB_ID="")
-    assert code == 78 and "this is no Slurm job; submit it from the checkout: sbatch -N 2" in line
+    assert code == 78 and "not in a Slurm job; hint: submit it from the checkout: sbatch -N 2" in line
 
 
 def test_a_job_without_a_command_is_a_usage_error() -> None:
     code, (line,) = script()
-    assert code == 2 and "nothing to run" in line
+    assert code == 2 and "no command given" in line
 
 
-def test_a_checkout_that_is_not_set_up_is_named(checkout: Path) -> None:
+def test_a_checkout_without_setup(checkout: Path) -> None:
     (checkout / ".venv" / "bin" / "activate").unlink()
     code, (line,) = script("true", cwd=checkout)
-    assert code == 69 and f"no .venv in {checkout} on " in line and "run `make setup` there" in line
+    assert code == 69 and f"no .venv in {checkout} on " in line and "hint: run `make setup` there" in line

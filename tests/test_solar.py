@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import alone, document, failing, here, launch, refused
+from conftest import document, failing, here, launch, refused
 from runs import cut_off, read_run
 from sklearn import metrics
 from test_resnet_train import assert_same_arrays
@@ -17,7 +17,7 @@ from test_solar_data import oahu
 from test_stages import stepped
 from twins import Found, load, tensorflow_gradients, tf, told, torch, torch_gradients
 
-from hvdtrain import data, solar
+from hvdtrain import data, models, solar
 from hvdtrain.models import mlp
 from hvdtrain.models import solar as nets
 from hvdtrain.models.solar import CNNSpec
@@ -52,7 +52,7 @@ def loss_and_gradients(framework: str, arrays: tuple[np.ndarray, ...], *, traini
     """Of the CNN with fixed initial values; gradients in PyTorch's layout."""
     state = nets.initial_state(SMALL, 1)
     state |= {name: array + np.float32(0.01) for name, array in state.items() if name.endswith("bias")}
-    model = solar.build(framework, SMALL)
+    model = models.network("solar.CNN", framework, SMALL)
     load(model, state)
     if framework == "torch":
         assert {name: tuple(each.shape) for name, each in model.named_parameters()} == nets.parameters(SMALL)
@@ -84,7 +84,7 @@ def test_scores_are_scikit_learns_in_the_unit_of_the_readings() -> None:
     truth, last, outputs = draw.normal(300, 100, (3, 500))
     mean, deviation = 290.0, 80.0
     scaled = [torch.from_numpy(((each - mean) / deviation).astype(np.float32)) for each in (outputs, truth, last)]
-    from hvdtrain.models.solar_torch import forecast_error
+    from hvdtrain.models.mlp_torch import forecast_error
 
     loss, sums = forecast_error(scaled[0][:, None], torch.stack(scaled[1:], 1))
     totals = np.array([float(loss), *(float(sums[name]) for name in solar.Forecast.sums), len(truth)])
@@ -139,7 +139,7 @@ def test_tensorflow_s_stages_equal_the_whole_cnn() -> None:
     batch = data.Batch(arrays=drawn(6), weight=6, total_weight=6)
 
     def make(part: range | None) -> Any:
-        model = solar.build("tensorflow", SMALL, part)
+        model = models.network("solar.CNN", "tensorflow", SMALL, stage=part)
         load(model, state)
         return model
 
@@ -183,7 +183,6 @@ def hvdtrain(folder: Path, *words: str) -> str:
     [
         (["--net", "p4-k1"], "--net p4-k1 is unknown; hint: give p1, p2 or p3"),
         (["--net", "cnn", "--window", "20"], "--window 20 cannot be combined with --net cnn"),
-        (["--net", "p1-k1", "--hidden", "5"], "--net and --hidden cannot be combined"),
         (["--hidden", "5,x"], "--hidden 5,x is not a list of sizes; hint: give units per layer"),
         (["--station", "AP1"], "--station AP1: unknown station; hint: the stations are poa"),
     ],
@@ -191,11 +190,3 @@ def hvdtrain(folder: Path, *words: str) -> str:
 )
 def test_invalid_options_are_one_line(flags: list[str], said: str) -> None:
     refused("solar", "--dry-run", *flags, code=BAD_CONFIG, said=said)
-
-
-def test_a_dry_run_shows_why_windows_were_left_out() -> None:
-    shown = document(alone("solar", "--net", "cnn", "--dry-run", "--json"))
-    assert shown["model"]["parameters"] == 4_352_641
-    assert shown["config"]["batch_size"] == 100
-    assert shown["data"]["unit"] == "W/m2" and shown["data"]["windows_left_out"]["with a bad reading"] > 0
-    assert "windows of 50x50" in shown["facts"]["data"] and "at night" in shown["facts"]["data"]

@@ -165,11 +165,11 @@ def test_the_parts_of_a_model_are_the_whole_bit_for_bit() -> None:
     targets = drawn.random((9, 2), np.float32)
 
     def perceptron(spec: mlp.MLPSpec, part: range | None) -> Any:
-        return mlp_torch.MLPTorch(spec, mlp_torch.squared_error, part)
+        return mlp_torch.MLPTorch(spec, "forecast_error", part)
 
     whole: list[tuple[Any, ...]] = [
         (resnet, small, ResNetTorch, resnet.layers(small, 16, 16), (images, np.arange(9))),
-        (mlp, net, perceptron, mlp.layers(net), (windows, targets[:, 0])),
+        (mlp, net, perceptron, mlp.layers(net), (windows, targets)),
         (solar, cnn, solar_torch.CNNTorch, solar.layers(cnn), (maps, targets, key)),
     ]
     pictures, features = drawn.integers(0, 256, (9, 24, 40, 3), np.uint8), drawn.random((9, 13), np.float32)

@@ -145,7 +145,7 @@ def test_a_continued_sweep_repeats_no_finished_run_and_reports_failures(sweep: C
     assert kinds == {"r1": 2, "failed1": 1, "failed2": 1, "unfinished1": 1}
     assert [name for name in sweep.complete() if name in before] == before
     assert len(sweep.complete()) == 2
-    requests = [json.loads((sweep.root / "tried" / name / "point.json").read_text()) for name in names]
+    requests = [json.loads((sweep.root / "tried" / name / "experiment.json").read_text()) for name in names]
     assert {request["attempt"] for request, name in zip(requests, names, strict=True) if "failed2" in name} == {2}
     assert all(request["kind"] == "timing" and request["rate_mbit"] is None for request in requests)
 
@@ -274,7 +274,7 @@ def test_a_sweep_starts_hosts_throttles_their_links_and_removes_them(sweep: Comm
     throttled = {}
     for run in document["runs"]:
         folder = Path(run["run_dir"])
-        request, manifest = (json.loads((folder / name).read_text()) for name in ("point.json", "manifest.json"))
+        request, manifest = (json.loads((folder / name).read_text()) for name in ("experiment.json", "manifest.json"))
         throttles = {json.dumps((link["throttle"] or {}).get("up_mbit")) for link in manifest["links"]}
         throttled[request["rate_mbit"]] = throttles
         assert {rank["host"] for rank in manifest["ranks"]} == {"a", "b"}

@@ -8,20 +8,17 @@ import os
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
-from conftest import PROGRAMS, alone, document, failing, here, launch, refused
+from conftest import PROGRAMS, document, failing, here, launch, refused
 from runs import read_run
 from sklearn import metrics as known
 from sklearn.datasets import load_wine
 from test_resnet_train import assert_same_arrays
 
 from hvdtrain import cli
-from hvdtrain.records.metrics import Confusion
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import loop, predict
-from hvdtrain.training.run_folder import show_summary
 
 pytest.importorskip("torch")
 pytest.importorskip("tensorflow")
@@ -32,8 +29,6 @@ CUT = 21
 """Step of the checkpoint from which runs resume, of 32 in four epochs"""
 STRATEGIES = {
     "local-sgd": "local-sgd:every=3,staleness=1+powersgd:rank=2",
-    "topk": "topk",
-    "hierarchical": "hierarchical",
     "async-ps": "async-ps",
     "central": "central",
     "native": "native",
@@ -116,26 +111,6 @@ def test_every_strategy_trains(framework: str, strategy: str, runs: Path) -> Non
     assert np.sum(found["summary"][-1].test_sums["confusion"]) == 27
 
 
-def test_the_default_data_is_breast_cancer() -> None:
-    told = document(alone("tabular", "--dry-run", "--json"))
-    assert told["workload"] == "tabular"
-    rows = "398 training, 86 validation, 85 test rows of 30 features, 2 classes (separated by commas"
-    assert rows in told["facts"]["data"]
-
-
-def test_the_summary_shows_the_confusion_matrix_in_80_columns(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = summary(runs / "torch" / "allreduce")
-    show_summary(
-        msgspec.structs.replace(found, run_dir="run"), Confusion(("a", "b", "a class of a long name")), as_json=False
-    )
-    shown = capsys.readouterr().out
-    matrix = shown.partition("Confusion matrix (rows: true class, columns: prediction), test\n")[2].splitlines()[1:4]
-    assert [[float(x) for x in row.split()[-3:]] for row in matrix] == found.test_sums["confusion"]
-    assert "f1_class" not in shown
-    assert "F1 of" not in shown
-    assert max(map(len, shown.splitlines())) <= 80
-
-
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wine data in another format with every fifth row twice, and files without or with bad classes."""
@@ -155,14 +130,8 @@ def test_scores_of_another_file_equal_scikit_learns_in_both_frameworks(
 ) -> None:
     told = {}
     for framework in FRAMEWORKS:
-        words = [
-            "--run",
-            str(runs / "torch" / "allreduce"),
-            "--framework",
-            framework,
-            "--data",
-            str(other / "other.csv"),
-        ]
+        words = ["--run", str(runs / "torch" / "allreduce"), "--framework", framework]
+        words += ["--data", str(other / "other.csv")]
         assert cli.command(["tabular", "test", *words, "--json"]) == 0
         printed = capsys.readouterr()
         assert "separated by semicolons, decimal commas, no header" in printed.err
@@ -202,25 +171,11 @@ def test_predictions_need_no_classes_and_other_columns_are_errors(runs: Path, ot
     os.mkfifo(tmp_path / "pipe")
     for words, code, told in [
         (("test", "bare.csv"), 65, "bare.csv:1: 13 columns, but the run was trained on 13 features and a class"),
-        (
-            ("test", "unseen.csv"),
-            65,
-            "unseen.csv:2:14: class 'class_7' was not in the training data, did you mean class_",
-        ),
+        (("test", "unseen.csv"), 65, "unseen.csv:2:14: class 'class_7' was not in the training data"),
         (("predict", "narrow.csv", "--out", str(out)), 65, "12 columns, but the run was trained on 13 features"),
-        (
-            ("predict", "bare.csv", "--out", str(tmp_path / "no" / "out.csv")),
-            73,
-            "No such file or directory",
-        ),
         (("predict", "bare.csv", "--out", str(out / "out.csv")), 73, "Not a directory"),
         (("predict", "bare.csv", "--out", str(tmp_path / "pipe")), 73, "not a plain file"),
-        (
-            ("test", "no_class.csv"),
-            65,
-            "no_class.csv:1:14: the class is missing; hint: fill it in, or train with --missing drop",
-        ),
-        (("predict", "nothing.csv", "--out", str(out)), 65, "No such file"),
+        (("test", "no_class.csv"), 65, "no_class.csv:1:14: the class is missing"),
     ]:
         with failing(code, told.replace("(", r"\(")):
             ask(*words)
@@ -238,11 +193,7 @@ def test_predictions_need_no_classes_and_other_columns_are_errors(runs: Path, ot
     ("flags", "code", "told"),
     [
         (["--layers", "30,x"], 78, "--layers 30,x is not a list of sizes"),
-        (
-            ["--data", "nothing.csv"],
-            65,
-            "unknown data set 'nothing.csv'; hint: give breast-cancer, iris, wine or a CSV file",
-        ),
+        (["--data", "nothing.csv"], 65, "unknown data set 'nothing.csv'; hint: give breast-cancer, iris, wine or"),
         (["--missing", "guess"], 2, "--missing"),
     ],
 )

@@ -20,7 +20,6 @@ ROWS = "1.5,2,a\n2.5,3,b\n3.5,4,a\n"
 FORMS = {
     "commas": (ROWS, ",", ".", None),
     "header": ("x,y,class\n" + ROWS, ",", ".", ("x", "y", "class")),
-    "semicolons": (ROWS.replace(",", ";"), ";", ".", None),
     "decimal commas": (ROWS.replace(",", ";").replace(".", ","), ";", ",", None),
     "decimal commas and a header": (
         ("x;y;class\n" + ROWS.replace(",", ";")).replace(".", ","),
@@ -28,26 +27,17 @@ FORMS = {
         ",",
         ("x", "y", "class"),
     ),
-    "tabs": (ROWS.replace(",", "\t"), "\t", ".", None),
     "tabs, decimal commas": (ROWS.replace(",", "\t").replace(".", ","), "\t", ",", None),
-    "spaces": (ROWS.replace(",", "   "), " ", ".", None),
     "spaces, decimal commas": (ROWS.replace(",", " ").replace(".", ","), " ", ",", None),
     "commas and spaces": (ROWS.replace(",", ", "), ",", ".", None),
     "byte order mark": ("\ufeff" + ROWS, ",", ".", None),
     "CRLF, no end of the last line, empty lines": (ROWS.strip().replace("\n", "\r\n\r\n"), ",", ".", None),
-    "spaces and quotes": (
-        '"x" "y 1" "class"\n' + ROWS.replace(",", " ").replace("a", '"a"'),
-        " ",
-        ".",
-        ("x", "y 1", "class"),
-    ),
     "quotes": (
         '"x 1",y,"the, class"\n' + ROWS.replace("a", '"a"').replace("2.5", '"2.5"'),
         ",",
         ".",
         ("x 1", "y", "the, class"),
     ),
-    "exponents and signs": ("+15e-1,2,a\n2.5E0,3.,b\n3.5,+4,a\n", ",", ".", None),
 }
 
 
@@ -71,25 +61,17 @@ BAD = {
     "ragged": ("1,2,a\n1,2,3,b\n", "2: 4 fields, but the first line has 3"),
     "ragged, in a later block": (MANY + "1,b\n", "400001: 2 fields"),
     "missing": ("1,2,a\n1,,b\n", "2:2: the value is missing; hint: fill it in, or train with --missing mean or drop"),
-    "a question mark": ("1,2,a\n?,2,b\n", "2:1: the value is missing"),
-    "NaN": ("1,2,a\nnan,2,b\n", "2:1: the value is missing"),
     "the class is missing": ("1,2,a\n1,2,\n", "2:3: the class is missing"),
     "text": ("1,2,a\n1,2,b\n1,high,b\n", "3:2: high is not a number"),
-    "text in the first line": ("1,high,a\n1,2,b\n", "1:2: high is not a number"),
     "a thousands point": ("0,5;7,25;a\n" * 2 + "1.234;0,5;b\n", "3:1: 1.234 is not a number"),
-    "a decimal comma among points": ('1,2,a\n1,"2,5",b\n', "2:2: 2,5 is not a number"),
-    "infinite": ("1,2,a\n1,-inf,b\n", "2:2: -inf is infinite"),
     "beyond float64": ("1,2,a\n1,1e999,b\n", "2:2: 1e999 is larger than"),
     "one class": ("1,2,a\n2,2,a\n", "only one class, 'a'"),
     "too many classes": ("".join(f"1,{n}.5\n" for n in range(300)), "more than 256 classes"),
     "a class too rare": ("1,a\n" * 20 + "".join(f"1,b{n}\n" for n in range(9)), "none of them in the training part"),
     "one column": ("a\nb\n", "one column"),
     "duplicate header": ("x,x,class\n1,2,a\n", "1:2: two columns are named 'x'"),
-    "header alone": ("x,y,class\n", "no rows"),
     "empty": ("", "empty"),
-    "empty lines": ("\n\n \n", "empty"),
     "binary": (b"PK\x03\x04\x00\x00", "binary or in UTF-16"),
-    "UTF-16": ("1,2,a\n".encode("utf-16"), "binary or in UTF-16"),
     "Latin-1": ("1,2,a\n1,2,caf\u00e9\n".encode("latin-1"), "2: byte 0xe9 is not UTF-8"),
     "quotes": ('1,2,a\n1,"2,b\n', "2: unbalanced quotes"),
     "a million columns": ("1," * 1_000_000 + "a\n", "1: 1,000,001 columns, more than the limit of 100,000"),
@@ -104,12 +86,10 @@ def test_errors_are_one_line_with_their_place(name: str, tmp_path: Path) -> None
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with failing(BAD_DATA) as error:
         tabular.load(str(path))
-    assert str(error.value).startswith(f"{path}:")
-    assert message in str(error.value)
-    assert len(str(error.value)) < 400
+    assert str(error.value).startswith(f"{path}:") and message in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["1.5\n2.5\n", "x\n1.5\n2.5\n", "1.5,?\n2.5,\n", "x,class\n1.5,\n2.5,a\n"])
+@pytest.mark.parametrize("text", ["x\n1.5\n2.5\n", "1.5,?\n2.5,\n"])
 def test_features_are_read_without_the_class(text: str, tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text(text)
@@ -196,13 +176,9 @@ print(table.fingerprint, len(table.train), table.columns.mean[39], len(table.tra
     _, train, mean, rows = first.stdout.split()
     assert (train, rows) == ("140000", "200000")
     assert float(mean) == pytest.approx(3, abs=0.02)
-    path.write_text(path.read_text().replace("b", "c"))
-    changed = load()
-    assert "parsing once" in changed.stderr
-    assert changed.stdout.split()[0] != first.stdout.split()[0]
 
 
-def test_the_cache_finds_a_file_by_any_path_and_keeps_no_bad_file(
+def test_the_cache_finds_a_file_by_any_path_and_keeps_neither_bad_nor_old_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, bad = tmp_path / "t.csv", tmp_path / "bad.csv"
@@ -218,13 +194,8 @@ def test_the_cache_finds_a_file_by_any_path_and_keeps_no_bad_file(
     assert tabular.load("t.csv").fingerprint == first
     assert capsys.readouterr().err == ""
     assert len([each for each in (tmp_path / "cache").rglob("*") if each.name == "features"]) == 1
-
-
-def test_an_unwritable_cache_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "t.csv"
-    path.write_text(ROWS * 20)
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(tabular, "IN_MEMORY_BYTES", 10)
+    path.write_text(ROWS * 21)
+    assert tabular.load(str(path)).fingerprint != first
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path))
     with failing(CANNOT_WRITE, "set XDG_CACHE_HOME"):
         tabular.load(str(path))

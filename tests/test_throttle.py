@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, failing, finished, refused
+from conftest import ROOT, failing, finished
 
 from hvdtrain.lab import throttle
 from hvdtrain.lab.throttle import __main__ as command_line
 from hvdtrain.lab.throttle import goodput, qdisc, remote
 from hvdtrain.lab.throttle.qdisc import Shape
-from hvdtrain.lab.throttle.request import parser, seconds, shapes
+from hvdtrain.lab.throttle.request import parser, shapes
 from hvdtrain.system import commands
 
 TEN = Shape(rate_bit_s=10_000_000)
@@ -28,15 +28,6 @@ def words(commands: list[list[str]]) -> list[str]:
 # --- commands --------------------------------------------------------------------------------------------------------
 
 
-def test_a_new_rate_changes_the_bucket_in_place() -> None:
-    """The handle is constant, so tc changes the bucket instead of replacing it."""
-    assert words(qdisc.shape_commands("ns", "eth0", 10_000_000)) == [
-        "tc -netns ns qdisc replace dev eth0 root handle 4876: tbf rate 10000000bit burst 3028 limit 40000"
-    ]
-    one, other = (qdisc.shape_commands(None, "eth1", rate)[0] for rate in (10**7, 10**9))
-    assert one[: one.index("rate")] == other[: other.index("rate")]
-
-
 @pytest.mark.parametrize("rate", [8_000, 10**6, 10**7, 10**8, 10**9, 10**10, 10**11])
 @pytest.mark.parametrize("mtu", [1500, 9000])
 def test_burst_and_queue_follow_from_the_rate(rate: int, mtu: int) -> None:
@@ -46,17 +37,6 @@ def test_burst_and_queue_follow_from_the_rate(rate: int, mtu: int) -> None:
     assert burst < 256_000 or rate > 10**9
     assert limit >= max(burst, 32_000)
     assert limit < 2**32 and burst < 2**32, "tc's numbers have 32 bits"
-
-
-def test_received_packets_are_redirected_only_after_the_ifb_device_is_shaped() -> None:
-    first = words(qdisc.ingress_commands(None, "eth1", "hvdifb7", TEN, 1500, exists=False))
-    shaped = next(i for i, command in enumerate(first) if "dev hvdifb7 root" in command)
-    redirected = next(i for i, command in enumerate(first) if "redirect dev hvdifb7" in command)
-    assert shaped < redirected
-    again = qdisc.ingress_commands(None, "eth1", "hvdifb7", Shape(rate_bit_s=10**9), 1500, exists=True)
-    assert words(again) == words(qdisc.shape_commands(None, "hvdifb7", 10**9))
-    removed = words(qdisc.remove_ingress_commands(None, "eth1", "hvdifb7", ingress=True, redirect=True))
-    assert removed == ["tc qdisc del dev eth1 ingress", "ip link del dev hvdifb7"]
 
 
 def test_delay_and_loss_are_inside_the_bucket_with_room_for_delayed_packets() -> None:
@@ -94,41 +74,6 @@ def test_the_shortest_time_of_a_short_message() -> None:
 def test_rates_of_both_directions(arguments: str, up: int | None, down: int | None) -> None:
     result = shapes(parser().parse_args(arguments.split()))
     assert {name: shape.rate_bit_s if shape else None for name, shape in result.items()} == {"up": up, "down": down}
-
-
-def test_durations() -> None:
-    assert [seconds(text) for text in ("90s", "10m", "2h", "1.5m")] == [90, 600, 7200, 90]
-
-
-MISTAKES = [
-    ("", 2, "no rate given"),
-    ("10mbps --dev lo", 2, "counts bytes"),
-    ("10 --dev lo", 2, "has no unit"),
-    ("show --up 5mbit", 2, "--up needs a rate"),
-    ("clear --for 5m", 2, "--for needs a rate"),
-    ("keep", 2, "--dry-run can only be used with"),
-    ("10mbit --for 5", 2, "write for example 90s"),
-    ("10mbit --for 0s", 2, "from 1s to a week"),
-    ("10mbit --delay 5", 2, "--delay 5ms"),
-    ("10mbit --loss 100%", 2, "less than 100%"),
-    ("--down 10mbit --delay 5ms", 2, "give its rate too"),
-    ("10mbit --hosts a,b", 2, "--dev eth1"),
-    ("10mbit --hosts -oProxyCommand=x --dev eth1", 2, "--hosts"),
-    ("10mbit --hosts a;b --dev eth1", 2, "not a host name"),
-    ("10mbit --hosts a --hostfile f --dev eth1", 2, "cannot be combined"),
-    ("10mbit --hostfile no/such/file --dev eth1", 2, "no/such/file"),
-    ("10mbit --name tnone", 69, "cluster tnone is not up"),
-    ("10mbit --dev eth0 --name tnone", 2, "give one"),
-    ("10mbit --frobnicate", 2, "--frobnicate"),
-    ("verify --name tnone --seconds 0", 2, "1 to 600"),
-    ("10mbit --peer b", 2, "--peer can only be used with"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "code", "reason"), MISTAKES)
-def test_a_mistake_is_one_line_with_its_code(arguments: str, code: int, reason: str) -> None:
-    """With --dry-run, because a missing permission would otherwise be reported first."""
-    refused("lab.throttle", *arguments.split(), "--dry-run", code=code, said=reason)
 
 
 def test_changes_need_root_and_a_dry_run_does_not(iproute2: None) -> None:

@@ -1,4 +1,4 @@
-"""A normal user's virtual cluster on a machine that others use too: real accounts, real sudo, real sshd."""
+"""Virtual clusters of normal users on a shared machine, with real accounts, sudo and sshd."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import pytest
 from conftest import LIMIT_S, ROOT, environment
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(shutil.which("sudo") is None, reason="needs sudo")]
-PYTHON = "/usr/bin/python3"  # what any user may run; this environment's may lie in root's home
+PYTHON = "/usr/bin/python3"  # this environment may be in root's home
 
 
 class User:
-    """An account with a home of its own, and the checkout's code in it."""
+    """An account. Its home contains the checkout's code."""
 
     def __init__(self, name: str, home: Path) -> None:
         self.name, self.home = name, home
 
     def run(self, *words: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-        """A command as this user, from a login's environment and `variables`; others may read nothing it makes."""
+        """Runs a command as this user, in a login's environment plus `variables`. Other users cannot read its files."""
         plain = {"HOME": str(self.home), "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", **variables}
         return subprocess.run(
             ["setpriv", f"--reuid={self.name}", f"--regid={self.name}", "--init-groups", "--", *words],
@@ -52,7 +52,7 @@ def account(folder: Path) -> User:
 
 @pytest.fixture(scope="module")
 def users() -> Iterator[tuple[User, User]]:
-    """Alice and Bob, gone after the tests with all that was theirs."""
+    """Alice and Bob. Their accounts and files are removed afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="hvdtrain-users-"))
     folder.chmod(0o755)
     made: list[User] = []
@@ -68,7 +68,7 @@ def users() -> Iterator[tuple[User, User]]:
 
 @pytest.fixture(scope="module")
 def lab(users: tuple[User, User]) -> Iterator[str]:
-    """The name of a cluster of Alice's, with hosts a and b."""
+    """The name of Alice's cluster with hosts a and b."""
     alice, _ = users
     name = f"t{secrets.token_hex(3)}"
     done = alice.run("sudo", "-n", "tools/cluster.sh", "up", "--name", name, "--hosts", "a,b")
@@ -79,8 +79,8 @@ def lab(users: tuple[User, User]) -> Iterator[str]:
         assert alice.run("sudo", "-n", "tools/cluster.sh", "down", "--name", name).returncode == 0
 
 
-def test_hvdtrain_cluster_exec_is_the_user_on_the_host(users: tuple[User, User], lab: str) -> None:
-    """Through sudo and back, by the command that users type; what --env names comes along, other variables do not."""
+def test_cluster_exec_runs_as_the_user(users: tuple[User, User], lab: str) -> None:
+    """The command goes through sudo and back to the user. It keeps the variables that --env names."""
     alice, _ = users
     script = "hostname; id -un; id -G; pwd; echo $HOME $MINE $OTHER $LD_LIBRARY_PATH $TMPDIR; ssh b id -un"
     mine = {"MINE": "1", "OTHER": "2", "LD_LIBRARY_PATH": "/my/lib", "TMPDIR": "/my/tmp"}
@@ -91,7 +91,7 @@ def test_hvdtrain_cluster_exec_is_the_user_on_the_host(users: tuple[User, User],
 
 
 @pytest.mark.parametrize("account", ["root", "bob"])
-def test_a_clusters_sshd_lets_in_its_user_alone(users: tuple[User, User], lab: str, account: str) -> None:
+def test_a_clusters_sshd_admits_only_its_user(users: tuple[User, User], lab: str, account: str) -> None:
     alice, bob = users
     name = {"root": "root", "bob": bob.name}[account]
     done = alice.cluster("exec", "a", "--", "ssh", "-o", "BatchMode=yes", f"{name}@b", "id")
@@ -102,22 +102,22 @@ def test_a_clusters_sshd_lets_in_its_user_alone(users: tuple[User, User], lab: s
     assert bob.run("cat", key).returncode == 1
 
 
-def test_another_users_cluster_is_not_taken(users: tuple[User, User], lab: str) -> None:
+def test_commands_do_not_change_another_users_cluster(users: tuple[User, User], lab: str) -> None:
     alice, bob = users
     for words in (["exec", "a", "--", "true"], ["down"], ["hostfile"], ["status"]):
-        for how, code, said in (([], 2, f"{lab} is {alice.name}'s"), (["--name", lab], 77, f"is {alice.name}'s")):
+        for how, code, message in (([], 2, f"{lab} is {alice.name}'s"), (["--name", lab], 77, f"is {alice.name}'s")):
             done = bob.run("sudo", "-n", "tools/cluster.sh", words[0], *how, *words[1:])
             assert (done.returncode, done.stdout) == (code, ""), (words, how, done.stderr)
-            assert said in done.stderr and done.stderr.count("\n") == 1
+            assert message in done.stderr and done.stderr.count("\n") == 1
     done = bob.run("sudo", "-n", "tools/throttle.sh", "10mbit")
     assert (done.returncode, f"{lab} is {alice.name}'s" in done.stderr) == (2, True), done.stderr
     assert "nothing was throttled" in bob.run("sudo", "-n", "tools/throttle.sh", "clear").stderr
-    assert alice.run("tools/throttle.sh", "10mbit").returncode == 0  # by herself, through sudo
+    assert alice.run("tools/throttle.sh", "10mbit").returncode == 0  # calls sudo itself
     assert "nothing was throttled" in bob.run("sudo", "-n", "tools/throttle.sh", "clear").stderr
     assert "restored" in alice.run("tools/throttle.sh", "clear").stderr
 
 
-def test_a_cluster_that_came_up_while_down_waited_is_not_taken(users: tuple[User, User], lab: str) -> None:
+def test_down_checks_the_owner_again_after_waiting(users: tuple[User, User], lab: str) -> None:
     alice, bob = users
     down = f"from hvdtrain.lab import lifecycle; lifecycle.down({lab!r})"
     done = bob.run("sudo", "-n", PYTHON, "-c", down)
@@ -125,15 +125,15 @@ def test_a_cluster_that_came_up_while_down_waited_is_not_taken(users: tuple[User
     assert alice.cluster("exec", "a", "--", "true").returncode == 0
 
 
-def test_root_reads_no_file_for_a_user_who_may_not(users: tuple[User, User]) -> None:
+def test_sudo_does_not_read_files_that_the_user_cannot_read(users: tuple[User, User]) -> None:
     for words in (["throttle.sh", "clear", "--dev", "lo", "--hostfile"], ["cluster.sh", "up", "--topology"]):
         done = users[0].run("sudo", "-n", f"tools/{words[0]}", *words[1:], "/etc/shadow")
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (77, "", 1), done.stderr
         assert "Permission denied" in done.stderr
 
 
-def test_a_peer_is_measured_with_by_the_callers_ssh(users: tuple[User, User], lab: str) -> None:
-    """Which lets Alice in alone, while the throttle is root's."""
+def test_verify_uses_the_callers_ssh(users: tuple[User, User], lab: str) -> None:
+    """The hosts admit only Alice, although the throttle runs as root."""
     alice, _ = users
     calls = ("100mbit --force", "verify --peer b --seconds 1 --tolerance 100 --json", "clear")
     script = " && ".join(f"sudo -n tools/throttle.sh {call} --dev eth0" for call in calls)
@@ -142,7 +142,7 @@ def test_a_peer_is_measured_with_by_the_callers_ssh(users: tuple[User, User], la
     assert [link["link"] for link in json.loads(done.stdout)["links"]] == ["here -> b", "b -> here"]
 
 
-def test_no_name_is_not_any_name(users: tuple[User, User], lab: str) -> None:
+def test_empty_names_are_rejected(users: tuple[User, User], lab: str) -> None:
     alice, _ = users
     for tool, words in (
         ("cluster", ["exec", "--name", "", "a", "--", "true"]),
@@ -158,19 +158,19 @@ def test_no_name_is_not_any_name(users: tuple[User, User], lab: str) -> None:
 
 
 def test_nothing_is_imported_from_the_callers_folder_or_path(users: tuple[User, User], lab: str) -> None:
-    """A module beside the caller, or in PYTHONPATH, called as one that we import, is never run."""
+    """Modules in the current folder or in PYTHONPATH, with names that the tools import, are never run."""
     alice, _ = users
     trap, sprung = alice.home / "trap", alice.home / "sprung"
     trap.mkdir()
     for module in ("argparse", "json", "socket", "typing", "sitecustomize", "runpy"):
         (trap / f"{module}.py").write_text(f"import os\nos.open({str(sprung)!r}, os.O_CREAT)\n")
     scripts = [[str(alice.home / "hvdtrain" / "tools" / f"{name}.sh")] for name in ("cluster", "throttle")]
-    told = [["status"], ["exec", "a", "--", "true"], ["show"], ["10mbit"], ["verify", "--seconds", "1"], ["clear"]]
-    for words in told:
+    commands = [["status"], ["exec", "a", "--", "true"], ["show"], ["10mbit"], ["verify", "--seconds", "1"], ["clear"]]
+    for words in commands:
         script = scripts[words[0] not in ("status", "exec")]
         done = alice.run("sudo", "-n", f"PYTHONPATH={trap}", *script, *words, cwd=trap)
         assert not sprung.exists() and "sudo:" not in done.stderr, (words, done.stderr)
-    alice.run(*scripts[0], "exec", "a", "--", "true", cwd=trap, PYTHONPATH=str(trap))  # which calls sudo itself
+    alice.run(*scripts[0], "exec", "a", "--", "true", cwd=trap, PYTHONPATH=str(trap))  # calls sudo itself
     assert not sprung.exists()
     shutil.rmtree(trap)
 
@@ -188,15 +188,15 @@ def test_launchers_import_nothing_from_the_callers_folder_or_path(tmp_path: Path
         assert not sprung.exists()
 
 
-def test_root_acts_for_a_user_with_roots_own_programs(users: tuple[User, User], lab: str) -> None:
-    """What a user puts first in PATH or the library path counts only after root's rights are gone."""
+def test_root_runs_no_programs_from_the_users_path(users: tuple[User, User], lab: str) -> None:
+    """The user's PATH and library path take effect after root's rights are dropped."""
     alice, _ = users
     trap, seen = alice.home / "bin", alice.home / "seen"
     trap.mkdir()
     for program in ("sh", "nsenter", "setpriv", "env"):
         (trap / program).write_text(f"#!/bin/dash\n/usr/bin/id -u >>{seen}\n")
         (trap / program).chmod(0o755)
-    (trap / "python").touch(mode=0o755)  # so that it counts as an environment's folder
+    (trap / "python").touch(mode=0o755)  # makes the folder look like an environment
     alice.run("sudo", "-n", f"VIRTUAL_ENV={alice.home}", "tools/cluster.sh", "exec", "a", "--", "sh", "-c", "true")
     assert seen.read_text() == alice.run("id", "-u").stdout
     shutil.rmtree(trap)
@@ -216,7 +216,7 @@ print(found)
 
 @pytest.mark.parametrize(("launcher", "shown"), [("horovodrun -np 1", True), ("launch/horovodrun.sh", False)])
 def test_secrets_of_the_environment_on_command_lines(launcher: str, shown: bool) -> None:
-    """On Gloo, Horovod's own launcher writes the whole environment there; ours leaves secrets out."""
+    """On Gloo, horovodrun writes the whole environment on command lines. launch/horovodrun.sh omits secrets."""
     done = subprocess.run(
         [*launcher.split(), "--gloo", "-H", "localhost:1", "python", "-c", SCAN, "hush", "money"],
         cwd=ROOT, env=environment({"HVDTRAIN_PASS": "hushmoney"}), capture_output=True, text=True, timeout=LIMIT_S,

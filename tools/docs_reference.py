@@ -169,12 +169,12 @@ def sweep_keys() -> Iterator[str]:
     parts = {
         "At the top of the file": sweep.TOP,
         "[cluster]": sweep.CLUSTER,
-        "[[grid]] and [defaults]": sweep.OWN,
-        "[[grid]] only": sweep.GRID_ONLY,
+        "[[grid]] and [defaults]": sweep.SETTINGS,
+        "[[grid]] only": sweep.GRID,
     }
     for title, keys in parts.items():
         yield from (f"## {title}".replace("[", "\\[").replace("]", "\\]"), "")
-        yield from table("key | meaning", ((code(key), flat(about)) for key, (about, _) in keys.items()))
+        yield from table("key | meaning", ((code(key), flat(hint.__metadata__[-1])) for key, hint in keys.items()))
     yield from ("## Options that a sweep sets itself", "")
     yield from table("option | instead", ((code(key), flat(about)) for key, about in sweep.NEVER_FLAGS.items()))
 

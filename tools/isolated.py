@@ -1,7 +1,7 @@
-"""Runs a module of this checkout, whatever the caller's folder and variables: python3 -I tools/isolated.py MODULE ...
+"""Run a module of this checkout in isolation: python3 -I tools/isolated.py MODULE ...
 
-With -I Python imports nothing from the current folder, PYTHONPATH or the user's own packages: root runs some of these
-modules, and a file of anybody's must not pass for one of them. So this checkout has to be added here.
+With -I, Python imports nothing from the current folder, PYTHONPATH or the user's packages. Root runs some modules, and
+no user's file may replace them. Only this checkout is added to the path.
 """
 
 import os

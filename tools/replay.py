@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""Replay of training: the exchange is real, the computation is a sleep. Time per step without the CPU's noise.
+"""Replay training with real exchanges and sleeps instead of computation, which removes the CPU's noise.
 
     launch/mpirun.sh -H a:1,b:1 python tools/replay.py --strategy powersgd:rank=4 --compute-s 0.2 --steps 20
 
-Each rank holds arrays of the true shapes of ResNet-34 at --width, and the strategy gets random gradients of them
-through the same replica as in training. A third of --compute-s is slept before backward; the rest in backward, in equal
-parts before the gradient of each convolution, last layer first, since the layers of ResNet-34 take about equal work
-each: so exchanges that overlap with backward do so here too. Weights are updated for real. Strategies with a beginning
-of their own (whole gradients in the first steps) are put into their stride. Rank 0 prints one JSON document.
+The strategy exchanges random gradients with the shapes of ResNet-34 at --width, through the same replica as in
+training. Each step sleeps a third of --compute-s before backward. The rest is divided equally between the convolutions
+in backward, because they take about the same time. So exchanges overlap with backward as in training.
+DDP's PowerSGD hook, which starts with exact steps, starts after them. Rank 0 prints one JSON document.
 """
 
 from __future__ import annotations
@@ -39,27 +38,27 @@ from hvdtrain.training import threads
 
 SCHEMA = "hvdtrain/replay/1"
 FORWARD_SHARE = 1 / 3
-"""Of a step's computation; backward makes two products for each of forward's"""
+"""Share of forward in a step's computation; backward computes two products for each product of forward"""
 TINY_LR = 1e-9
-"""Random gradients must not carry the weights away"""
+"""Learning rate at which random gradients hardly change the weights"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplayConfig(TrainConfig):
-    """What a replay is told besides."""
+    """Options of a replay."""
 
     width: float = 1.0
     """Channels relative to ResNet-34"""
     compute_s: float = 0.2
-    """Seconds that forward and backward of a step take: they are slept"""
+    """Seconds that forward and backward of a step sleep"""
     steps: int = 10
-    """Steps that are timed"""
+    """Timed steps"""
     untimed: int = 2
-    """Steps before"""
+    """Steps before the timed ones"""
 
 
 def stand_in(shapes: list[tuple[int, ...]], compute_s: float) -> Any:
-    """A model for `frameworks.pytorch.TorchReplica` whose gradients are random, the same in each step."""
+    """Return a model for `TorchReplica` with random gradients, equal in each step."""
     import torch
 
     class Layer(torch.autograd.Function):
@@ -95,15 +94,15 @@ def stand_in(shapes: list[tuple[int, ...]], compute_s: float) -> Any:
 
 def main(stop: lifecycle.StopSignal) -> int:
     config = parser.parse(ReplayConfig, prog="python tools/replay.py", purpose=__doc__ or "")
-    place = launch_env()
-    used = threads.per_rank(config.threads, place, math.inf)
+    env = launch_env()
+    used = threads.per_rank(config.threads, env, math.inf)
     used.use()
     spec = resnet.ResNetSpec(channels=1, classes=10, width=config.width)
     shapes = list(resnet.parameters(spec).values())
 
     from hvdtrain.frameworks.pytorch import TorchReplica, prepare
 
-    device = prepare("cpu", place.local_rank, used.count)
+    device = prepare("cpu", env.local_rank, used.count)
     exchange = strategies.chosen(config)
     ranks = world.connect("torch", backend=exchange.capabilities.backend)
     strategy = exchange.make(config, ranks, shapes)
@@ -127,7 +126,7 @@ def main(stop: lifecycle.StopSignal) -> int:
             steps_s.append(time.perf_counter() - began)
             waited_s.append(clock.take("communication") + (replica.waited_s() or 0.0))
             sent_bytes += done.sent_bytes
-    strategy.synchronize(replica, clock)  # nothing is on its way while ranks talk
+    strategy.synchronize(replica, clock)  # gather must not meet exchanges under way
     layout = strategies.Layout(ranks=ranks.size, hosts=hosts)
     document = {
         "schema": SCHEMA,

@@ -1,14 +1,8 @@
-"""Corpus BLEU-1 to BLEU-4 of captions, from counts that can be added over ranks.
+"""Corpus BLEU-1 to BLEU-4 of captions (Papineni et al., ACL 2002), from counts that can be added over ranks.
 
-BLEU-n (Papineni et al., "BLEU: a method for automatic evaluation of machine translation", ACL 2002) is the geometric
-mean of the corpus's precisions of 1- to n-grams, times a penalty for captions shorter than the references. It follows
-from ten counts, each a sum over captions. So each rank counts its part of a corpus, the counts are added, and the score
-is exactly that of the whole corpus.
-
-Counting and scoring are done by sacrebleu: without tokenizer (captions are words joined by spaces) and without
-smoothing. The reference length is that of the closest reference (the shorter of two). An n-gram counts at most as often
-as in the reference that contains it most often. The scripts of the captioning community give the same scores if every
-order has a match. Otherwise the score is 0 here and nearly 0 there.
+BLEU follows from ten counts, each a sum over captions. So each rank counts its part of a corpus, the counts are added,
+and the score is exactly that of the whole corpus. sacrebleu counts and scores, without tokenizer (captions are words
+joined by spaces) and without smoothing. The reference length is that of the closest reference (the shorter of two).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ import numpy as np
 from hvdtrain import frameworks
 from hvdtrain.captions import generation
 from hvdtrain.captions.dataset import CaptionSplit
-from hvdtrain.captions.load import load
+from hvdtrain.captions.prepared import load
 from hvdtrain.captions.sources import IMAGES
 from hvdtrain.captions.trained import Encode, Pixels, model, open_run
 from hvdtrain.captions.vocabulary import Vocabulary

@@ -1,13 +1,11 @@
 """Images with sentences as arrays: training and evaluation data of a captioning model.
 
-A sample is a **caption**, not an image: an image with five captions is five samples. The weight of a batch is its
-number of **targets**, not of samples: the words to predict, including END. The sum of all losses divided by all ranks'
-targets is then the exact mean per word, even if captions differ in length.
+A sample is a **caption**: an image with five captions is five samples. The weight of a batch is its number of
+**targets**, the words to predict and END, so that the mean loss over all ranks is exact per word.
 
-**Order of an epoch**: a batch is padded to its longest caption, and padding costs as much time as words. So captions
-are shuffled and sorted by length within windows of 64 batches. The windows are split into batches, and the batches are
-shuffled. Captions in a batch then have nearly the same length, but their combination and position stay random. They are
-shuffled again within a batch, so that no rank always gets the shorter ones.
+**Order of an epoch**: a batch is padded to its longest caption, and padding costs time. So captions are shuffled and
+sorted by length within windows of 64 batches. The windows are split into batches, and the batches are shuffled.
+Captions are shuffled again within a batch, so that no rank always gets the shorter ones.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
 """Compute the features of images with a frozen encoder, once on all ranks, and keep them on disk.
 
-**Cache key**: the file is named after the SHA-256 of the encoder's key (weights, preprocessing) and of the images. It
-is reused if both are the same, whatever else a run changes. The file is an .npy file (N, features) float32 followed by
-the 32 bytes of its SHA-256. A truncated, damaged or foreign file is therefore detected and replaced.
+**The cache file** is named after the SHA-256 of the encoder's key (weights, preprocessing) and of the images. It is an
+.npy file (N, features) float32 followed by its SHA-256, so that a damaged or foreign file is detected and replaced.
 
-**Work distribution**: if every rank finds the file, nothing is computed and the encoder is not created. If only some
-hosts have it, their ranks read equal parts from it. Otherwise each rank computes a contiguous part of the images. Each
-rank writes its part to a file in its host's cache. Then one rank per disk joins all parts that it can see into the
-complete file. Hosts that share a disk send nothing; parts that a disk is missing are sent over the network.
-
-**Compression**: a bit per value says whether it is zero, followed by the values that are not. This is exact, and 54 %
-of the size with random weights, since half of a ReLU's outputs are zero.
+**Work distribution**: if every rank finds the file, nothing is computed. If only some hosts have it, their ranks read
+equal parts from it. Otherwise each rank computes a part of the images. Each rank writes its part to its host's cache.
+Then one rank per disk joins all parts that it can see. Parts that a disk is missing are sent over the network: a bit
+per value says whether it is zero, followed by the others, 54 % of the size with random weights.
 
 **Interruptions** are safe at any time: the file gets its name when it is complete. Leftovers of a killed run are
-removed by another run a day later, when no process can be using them.
+removed by another run a day later.
 """
 
 import collections
@@ -27,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,12 +31,15 @@ from numpy.typing import NDArray
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.data.pixels import npy_header
 from hvdtrain.data.prepared import cache_folder, caching
+from hvdtrain.models import network, vgg16, vgg16_weights
 from hvdtrain.models.vgg16 import FEATURES
 from hvdtrain.observe.progress import Progress
-from hvdtrain.system.exits import BAD_DATA, IO_ERROR, Failure
+from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, IO_ERROR, Failure
 from hvdtrain.system.files import open_plain
 
 SCHEMA = "hvdtrain.features/1"
+RANDOM = "random"
+"""Instead of a file of weights: random weights, for testing"""
 CHUNK_BYTES = 4 * 2**20  # bytes of features that a rank sends, and bytes that are hashed, at a time
 ROW_BYTES = 4 * FEATURES
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -49,12 +48,37 @@ ABANDONED_S = 86400.0  # a part not modified for this time was left by a killed 
 Encoder = Callable[[NDArray[np.uint8]], NDArray[np.float32]]  # images (n, height, width, 3) -> features (n, 4096)
 
 
-# --- 1. all steps -----------------------------------------------------------------------------------------------------
+# --- 1. the encoder: VGG16 --------------------------------------------------------------------------------------------
+
+
+def digest(weights: str, image_size: tuple[int, int]) -> str:
+    """A digest of the weights and their preprocessing. Raises Failure: 65 for a missing or foreign file, 78 for an
+    image size (width, height) that VGG16 does not support."""
+    if image_size != vgg16.IMAGE_SIZE:
+        wanted, size = ("{}x{}".format(*pair) for pair in (vgg16.IMAGE_SIZE, image_size))
+        raise Failure(
+            f"--encoder vgg16 needs images of {wanted}, not {size}; hint: prepare them with "
+            f"`hvdtrain data captions ... --size {wanted}`, or use --encoder small",
+            BAD_CONFIG,
+        )
+    return RANDOM if weights == RANDOM else vgg16_weights.read_head(weights)["digest"]
+
+
+def encoder(weights: str, framework: str, device: str = "cpu") -> Encoder:
+    """Features (n, 4096) float32 of images (n, 224, 224, 3) uint8. Raises Failure (65) for a damaged file."""
+    if weights == RANDOM:
+        arrays, preprocessing = vgg16.random_weights(0), "torchvision"
+    else:
+        arrays, preprocessing, _ = vgg16_weights.open_weights(weights)
+    return cast(Encoder, network("vgg16.Vgg16", framework, arrays, preprocessing, device))
+
+
+# --- 2. all steps -----------------------------------------------------------------------------------------------------
 
 
 def extract(
     images: NDArray[np.uint8],
-    encoder: Callable[[], Encoder],
+    make: Callable[[], Encoder],
     *,
     key: dict[str, Any],
     world: Communicator,
@@ -62,7 +86,7 @@ def extract(
 ) -> NDArray[np.float32]:
     """Features (N, 4096) of images (N, height, width, 3), a read-only memory map of the cache file. Collective.
 
-    `encoder` creates the encoder; only ranks that compute something call it. `key` (JSON-serializable) identifies
+    `make` makes the encoder; only ranks that compute something call it. `key` (JSON-serializable) identifies
     everything besides the images that features depend on: the weights' digest, the preprocessing.
     Raises Failure: BAD_DATA if hosts have different images, CANNOT_WRITE or IO_ERROR if the cache cannot be written.
     """
@@ -76,7 +100,7 @@ def extract(
     token = world.gather(secrets.token_hex(4))[0]
     with caching(path.parent), _own_part(path, token, world) as files:
         part = parts[world.rank]
-        encode = encoder() if whole is None and part.stop > part.start else None
+        encode = make() if whole is None and part.stop > part.start else None
         started_s = time.monotonic()
         if encode is not None:
             _write_part(files[world.rank], _computed(images, part, encode, batch_size, world))
@@ -123,7 +147,7 @@ def _log(world: Communicator, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-# --- 2. each rank's part ----------------------------------------------------------------------------------------------
+# --- 3. each rank's part ----------------------------------------------------------------------------------------------
 
 
 def _computed(
@@ -165,7 +189,7 @@ def _write_part(file: Path, batches: Iterator[NDArray[np.float32]]) -> None:
             out.write(np.ascontiguousarray(batch).data)
 
 
-# --- 3. each disk's complete file -------------------------------------------------------------------------------------
+# --- 4. each disk's complete file -------------------------------------------------------------------------------------
 
 
 def _join(

@@ -1,19 +1,15 @@
 """Beam search: write captions word by word with a model of either framework, and score the captions of a split.
 
 **Objective**: the highest mean log-probability per token, with END counted as a token, among the captions that the
-search finishes. It is the sum of the log-probabilities of all words and END, divided by the number of words + 1. The
-plain sum would favour short captions. PAD, START and UNKNOWN are never written, and their probabilities are not
-redistributed.
+search finishes. PAD, START and UNKNOWN are never written, and their probabilities are not redistributed.
 
-**Search** with beam width B (Show and Tell: Vinyals et al., CVPR 2015, section 4.2). It starts with the empty caption.
-Each step extends every partial caption by every word and keeps the best B by sum of log-probabilities. A caption that
-ends is removed from the beam and reduces its width by one. The search stops when the width is 0, or when no partial
-caption could beat the best finished one even if all its further words were certain. After the last allowed word only
-END may follow. Ties are resolved by beam position, then by word number. B = 1 is greedy search; a B as large as the
-number of all captions finds the best one.
+**Search** with beam width B (Show and Tell: Vinyals et al., CVPR 2015, section 4.2). Each step extends every partial
+caption by every word and keeps the best B by sum of log-probabilities. A caption that ends is removed from the beam and
+reduces its width by one. The search stops when the width is 0, or when no partial caption could beat the best finished
+one even if all its further words were certain. After the last allowed word only END may follow. Ties are resolved by
+beam position, then by word number. B = 1 is greedy search.
 
-All images of a batch take a step together, and finished images leave the batch. An image's caption does not depend on
-the others, except that a framework's sums may round differently for another batch size.
+All images of a batch take a step together, and finished images leave the batch.
 """
 
 from __future__ import annotations

@@ -1,19 +1,14 @@
 """Convert images with captions to a folder of arrays: `hvdtrain data captions Flickr8k prepared`.
 
-**Input**: the formats of hvdtrain.captions.sources. **Output**: DST with
-  * `images.npy` (N, height, width, 3) uint8, converted as hvdtrain.data.images describes;
-  * `captions.json`: name and cleaned sentences of each image, in the same order;
-  * `vocabulary.json`: the words of the training captions, see hvdtrain.captions.vocabulary;
-  * `index.json`: description, statistics, every bad sample with its reason, sizes and SHA-256 of the files.
+**Input**: the formats of hvdtrain.captions.sources. **Output**: DST with `images.npy` (N, height, width, 3) uint8,
+converted as hvdtrain.data.images describes; `captions.json`, names and cleaned sentences in the same order;
+`vocabulary.json`, the words of the training captions; and `index.json` with statistics and every bad sample.
 
-**The split** into train, validation and test is the source's own if it has one (Flickr8k's three lists, Karpathy's
-`split`). Otherwise images are split in the proportions of `--split`, by a hash of the seed and the image's name. Rows
-are in the order train | validation | test.
+**The split** is the source's own if it has one (Flickr8k's three lists, Karpathy's `split`). Otherwise images are split
+in the proportions of `--split`, by a hash of the seed and the image's name.
 
-**Bad samples** may be captions or images. The first one stops the work with file and line, or they are skipped, counted
-and listed. The captions of an undecodable image are skipped with it.
-
-**Interruptions** are safe at any time, as in hvdtrain.data.images: after a kill, the same command continues.
+Bad samples may be captions or images; the captions of an undecodable image are skipped with it. Interruptions are safe
+at any time, as in hvdtrain.data.images.
 """
 
 from __future__ import annotations
@@ -24,9 +19,8 @@ import json
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import PIL
@@ -37,70 +31,33 @@ from hvdtrain.captions import sources
 from hvdtrain.captions.prepared import FILES, SCHEMA
 from hvdtrain.captions.sources import Source
 from hvdtrain.captions.vocabulary import Vocabulary
-from hvdtrain.config.constraints import bounded, problem
-from hvdtrain.config.parser import flag
+from hvdtrain.config.constraints import bounded
 from hvdtrain.data import stratify
-from hvdtrain.data.images import ImagesConfig, check_destination, drop_bad_rows, make, named, seal, write_json
+from hvdtrain.data.images import ImageOptions, check_destination, drop_bad_rows, make, named, seal, write_json
 from hvdtrain.data.pixels import Bad
 from hvdtrain.data.prepared import PARTS, cache_folder, caching
 from hvdtrain.data.tree import Tree, draw_lot
 from hvdtrain.system import files
-from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, Failure, printable
+from hvdtrain.system.exits import BAD_DATA, Failure, printable
 
 SUMMARY = "hvdtrain.data.captions/1"
 AUTOMATIC_MAX_BAD = 400  # 1 % of Flickr8k's captions; with more, the user should have a look
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaptionsConfig:
+class CaptionsConfig(ImageOptions):
     """Options of `hvdtrain data captions`."""
 
     source: str
     """Folder with images and captions: the original Flickr8k, a captions.txt table, or COCO's JSON."""
-    destination: str
-    """Folder to create; must not exist."""
     size: str = "224x224"
     """Width x height of the prepared images in pixels."""
+    split: str = "6000/1000/1000"
+    """Shares of train/validation/test images, for a source without a split."""
     min_count: int = bounded(5, least=1)
     """Minimum number of occurrences in the training captions for a word to enter the vocabulary."""
     max_words: int = bounded(34, least=1)
     """A caption with more words is a bad sample."""
-    split: str = "6000/1000/1000"
-    """Proportions of train/validation/test images, for a source without a split."""
-    seed: int = 0
-    """Decides the part and the position of each image; the same seed gives the same bytes."""
-    on_bad_sample: Literal["fail", "skip"] = "fail"
-    """How to handle an unusable caption or image: stop and name it, or skip and list it."""
-    max_bad_samples: int = 100
-    """With skip: stop if there are more bad samples than this."""
-    workers: int = 0
-    """Number of processes; 0 uses all cores."""
-    dry_run: bool = False
-    """Only report the result; write nothing."""
-
-    def __post_init__(self) -> None:
-        if wrong := problem(self, flag):
-            raise Failure(wrong, BAD_CONFIG)
-        parts = self.split.split("/")
-        if len(parts) != 3 or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-            raise Failure(
-                f"--split {self.split}: expected TRAIN/VALIDATION/TEST, whole numbers that tell their shares, for"
-                " example 6000/1000/1000",
-                BAD_CONFIG,
-            )
-        _ = self.images  # its constructor checks the common options
-
-    @property
-    def shares(self) -> tuple[Fraction, ...]:
-        """Shares of train, validation and test, exact."""
-        parts = [int(part) for part in self.split.split("/")]
-        return tuple(Fraction(part, sum(parts)) for part in parts)
-
-    @property
-    def images(self) -> ImagesConfig:
-        """Options of the image conversion."""
-        names = ("source", "destination", "size", "seed", "on_bad_sample", "max_bad_samples", "workers", "dry_run")
-        return ImagesConfig(dtype="uint8", **{name: getattr(self, name) for name in names})
 
 
 def _plan(config: CaptionsConfig) -> tuple[Source, Tree]:
@@ -140,14 +97,14 @@ def prepare(config: CaptionsConfig) -> dict[str, Any]:
     source, tree = _plan(config)
     everything = np.arange(len(tree.files))
     describe = functools.partial(_describe, config, source, tree, everything, {})
-    made = make(config.images, tree, describe, functools.partial(_finish, config, source, tree))
+    made = make(config, tree, describe, functools.partial(_finish, config, source, tree))
     return {**made, "schema": SUMMARY}
 
 
 def _finish(config: CaptionsConfig, source: Source, tree: Tree, result: Path, bad: Bad) -> dict[str, Any]:
     """Removes the bad rows, writes words and index."""
     good = np.setdiff1d(np.arange(len(tree.files)), list(bad))
-    drop_bad_rows(result / "samples.npy", config.images, good)
+    drop_bad_rows(result / "samples.npy", config, good)
     described = _describe(config, source, tree, good, bad)  # raises if a part is empty
     images = [{"name": tree.files[row], "captions": source.captions[tree.files[row]]} for row in good]
     write_json(result / "captions.json", {"schema": SCHEMA, "images": images})
@@ -184,7 +141,7 @@ def _describe(config: CaptionsConfig, source: Source, tree: Tree, rows: NDArray[
             "words_per_caption": {"least": min(lengths), "mean": len(words) / len(lengths), "most": max(lengths)},
             "unknown_words_share": sum(word not in known for word in words) / len(words),
         }
-    height, width, channels = config.images.row_shape
+    height, width, channels = config.row_shape
     return {
         "made_by": f"hvdtrain {__version__}, Pillow {PIL.__version__}",
         "images": len(rows),

@@ -1,4 +1,4 @@
-"""Read the folders that `hvdtrain data captions` makes."""
+"""Open captioning data by name: drawn scenes, and the folders that `hvdtrain data captions` makes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.captions import shapes
 from hvdtrain.captions.dataset import CaptionDataset, assemble
 from hvdtrain.captions.vocabulary import Vocabulary
 from hvdtrain.data.prepared import AGAIN, PARTS, open_array, opening, texts, whole_numbers
@@ -15,10 +16,31 @@ from hvdtrain.system.exits import BAD_DATA, Failure
 
 SCHEMA = "hvdtrain.captions/1"
 FILES = ("images.npy", "captions.json", "vocabulary.json")
+RAW = "flickr8k:"
 WORDS_BYTES = 1024 * files.MIB  # twenty times the size of COCO
 
 
-def open_captions(folder: str | Path, *, verify: bool = False) -> CaptionDataset:
+def load(name: str) -> CaptionDataset:
+    """The data set with this name: 'shapes', 'flickr8k:DIR', or the path of a folder made by `hvdtrain data captions`.
+
+    DIR is a prepared folder or contains the original files, which are prepared once on each host, in the user's cache.
+    That starts worker processes, so a script that calls this function must guard its main program. Raises Failure:
+    BAD_DATA for a missing, foreign or damaged folder, CANNOT_WRITE for the cache.
+    """
+    from hvdtrain.captions.prepare import cached  # which needs this module
+
+    if name == "shapes":
+        return shapes.load()
+    folder = Path(name.removeprefix(RAW))
+    if not folder.is_dir():
+        known = "'shapes', 'flickr8k:DIR' or a folder made by `hvdtrain data captions`"
+        raise Failure(f"unknown captions '{name}': {folder} is not a folder; hint: give {known}", BAD_DATA)
+    if name.startswith(RAW) and not (folder / "index.json").exists():
+        folder = cached(folder)
+    return open_captions(folder)
+
+
+def open_captions(folder: str | Path) -> CaptionDataset:
     """The data set in a folder made by `prepare`; images stay a memory map.
 
     Small files are verified completely, the large one like in `data.prepared.open_images`.
@@ -28,7 +50,7 @@ def open_captions(folder: str | Path, *, verify: bool = False) -> CaptionDataset
     with opening(folder, "hvdtrain data captions", SCHEMA) as index:
         counts, stated = list(whole_numbers(index["counts"])), index["files"]
         shape = whole_numbers([index[name] for name in ("images", "height", "width", "channels")])
-        images = open_array(folder / "images.npy", stated["images.npy"], shape, "uint8", verify=verify)
+        images = open_array(folder / "images.npy", stated["images.npy"], shape, "uint8")
         documents = _document(folder / "captions.json", stated)["images"]
         vocabulary = Vocabulary.from_json(_document(folder / "vocabulary.json", stated), folder / "vocabulary.json")
         try:

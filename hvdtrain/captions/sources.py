@@ -7,13 +7,9 @@
      COCO's `{"images": [{"id", "file_name"}], "annotations": [{"image_id", "caption"}]}`, or
      Karpathy's `{"images": [{"filename", "split", "sentences": [{"raw"}]}]}`, whose `restval` is training data.
 
-The files and the images may be in any folders below the given one. An image is found by its name. If several images
-have the same name, the captions must give enough of the path.
-
-**Bad captions** are skipped and recorded with file and line, or the position in a JSON list. The reasons: no image of
-that name, or two; no words; too many words; the same words as an earlier caption of the image; a wrong separator;
-unbalanced quotes; bytes that are not UTF-8. Images without captions are recorded too, and names in the official lists
-that occur twice or have no captions. Blank lines, a byte order mark and CRLF are accepted.
+The files and the images may be in any folders below the given one. If several images have the same name, the captions
+must give enough of the path. **Bad captions**, images without captions, and wrong names in the official lists are
+recorded with file and line, or the position in a JSON list. Blank lines, a byte order mark and CRLF are accepted.
 """
 
 from __future__ import annotations

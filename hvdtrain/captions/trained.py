@@ -1,8 +1,7 @@
-"""Load the trained model of a captioning run, on the CPU.
+"""Load the trained model of a captioning run, on the CPU, in either framework.
 
-The run's manifest contains the model's sizes, vocabulary.json the words, and the best checkpoint the parameters. Either
-framework can load models of both. The weights of a frozen encoder are in a separate file; the manifest contains its
-path and digest.
+The manifest contains the model's sizes and the frozen encoder's weights (path and digest), vocabulary.json the words,
+and the best checkpoint the parameters.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.captions import frozen, generation
+from hvdtrain.captions import features, generation
 from hvdtrain.captions.vocabulary import Vocabulary
-from hvdtrain.models import captioner
+from hvdtrain.models import captioner, network
 from hvdtrain.records.arrays_file import Arrays
 from hvdtrain.system import exits, files
 from hvdtrain.system.exits import Failure
@@ -78,15 +77,7 @@ def model(run: Trained, framework: str, weights: str | None) -> tuple[generation
     """The trained model on the CPU, and the function that computes its inputs from images (N, height, width, 3)
     uint8."""
     trained.begin(framework)
-    writer: Any
-    if framework == "torch":
-        from hvdtrain.models.captioner_torch import CaptionerTorch
-
-        writer = CaptionerTorch(run.spec)
-    else:
-        from hvdtrain.models.captioner_tf import CaptionerTF
-
-        writer = CaptionerTF(run.spec)
+    writer = network("captioner.Captioner", framework, run.spec)
     trained.fill(writer, run.parameters, framework)
     return writer, (vgg16(run, framework, weights) if run.spec.encoder == "vgg16" else lambda images: images)
 
@@ -94,13 +85,13 @@ def model(run: Trained, framework: str, weights: str | None) -> tuple[generation
 def vgg16(run: Trained, framework: str, weights: str | None) -> Encode:
     """The frozen encoder that the model was trained with. Raises Failure (65) for other weights."""
     path = weights or run.config["weights"]
-    if frozen.digest(path, run.spec.image_size) != run.encoder:
+    if features.digest(path, run.spec.image_size) != run.encoder:
         message = f"{path} does not contain the weights that the run was trained with"
         raise Failure(f"{message}; hint: give their file with --weights", exits.BAD_DATA)
-    network = frozen.encoder(path, framework)
+    encoder = features.encoder(path, framework)
 
     def encode(images: Pixels) -> NDArray[Any]:
         parts = range(0, len(images), FEATURES_BATCH)
-        return np.concatenate([network(images[start : start + FEATURES_BATCH]) for start in parts])
+        return np.concatenate([encoder(images[start : start + FEATURES_BATCH]) for start in parts])
 
     return encode

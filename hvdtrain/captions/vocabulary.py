@@ -1,12 +1,10 @@
 """Convert sentences to numbers: the definition of a word, and the numbering of words.
 
-**Cleaning** comes first: a caption becomes lower case and composed characters (NFC), and only its words remain, joined
-by single spaces. A word is a sequence of letters and digits of any script. An apostrophe between two of them belongs to
-the word; a curly one becomes straight. Everything else (full stops, quotes, hyphens, symbols) ends a word and is
-removed. Short words are kept: "A dog's well-known ball." becomes "a dog's well known ball".
+A word is a sequence of letters and digits of any script in lower case (NFC). An apostrophe between two of them belongs
+to the word. Everything else ends a word and is removed: "A dog's well-known ball." becomes "a dog's well known ball".
 
-**Numbers**: 0 is padding, 1 starts a sentence, 2 ends it, and 3 stands for words that are too rare. From 4 on, words
-are sorted by decreasing count and then alphabetically, so the order of the sentences does not matter.
+0 is padding, 1 starts a sentence, 2 ends it, and 3 stands for words that are too rare. From 4 on, words are sorted by
+decreasing count and then alphabetically, so the order of the sentences does not matter.
 """
 
 from __future__ import annotations

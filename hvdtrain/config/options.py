@@ -22,11 +22,6 @@ class Data:
 
     GROUP: ClassVar[str] = "data"
 
-    verify_data: bool = False
-    """Check the SHA-256 of a prepared folder
-
-    By default a folder is read in full only if this host has not verified it before."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimization:
@@ -81,8 +76,6 @@ class Optimization:
     Parameters stay fp32. fp16 uses dynamic loss scaling."""
     seed: int = bounded(0, least=0)
     """Seed of initial weights and data order"""
-    target_accuracy: float | None = bounded(None, above=0, most=1)
-    """Same as --target accuracy=X"""
     target: str | None = None
     """SCORE=VALUE that ends the training
 
@@ -230,16 +223,19 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
     """The options of every training workload. Raises Failure (78) for values that cannot be combined."""
 
     GROUP: ClassVar[str] = "model"
+    RARE: ClassVar[tuple[str, ...]] = (
+        *("epoch_samples", "stages", "micro_batches", "cut_at", "stage_across", "stage_order", "activations"),
+        *("stall_limit", "check_replicas", "checkpoint_steps", "keep_checkpoints", "evaluate_samples", "monitor_ms"),
+        *("monitor_idle_s", "profile", "horovod_timeline", "inference", "tensorboard", "debug"),
+    )
+    """Options that help lists by name only"""
     REMOVED: ClassVar[dict[str, str]] = {
+        "--target-accuracy": "use --target accuracy=X",
+        "--verify-data": "leave it out, or remove ~/.cache/hvdtrain/verified; a folder is verified once on each host",
         "--recompute": "leave it out; --stage-order 1f1b holds fewer activations than gpipe",
         "--stage-memory": "leave it out and choose --stages, --cut-at or more --micro-batches",
     }
     """Flags of earlier versions, and what to use instead"""
-
-    @property
-    def goal(self) -> str | None:
-        """--target, or --target-accuracy written as one."""
-        return self.target if self.target_accuracy is None else f"accuracy={self.target_accuracy}"
 
     @property
     def inference_sizes(self) -> list[int]:
@@ -262,10 +258,6 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
             object.__setattr__(self, "resume", True)
         if wrong := constraints.problem(self, flag):
             raise Failure(wrong, exits.BAD_CONFIG)
-        if self.target is not None and self.target_accuracy is not None:
-            raise Failure(
-                "--target cannot be combined with --target-accuracy; hint: give one of them", exits.BAD_CONFIG
-            )
         if self.batch_size and self.global_batch_size:
             raise Failure(
                 "--batch-size cannot be combined with --global-batch-size; hint: give one of them", exits.BAD_CONFIG

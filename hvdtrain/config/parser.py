@@ -2,7 +2,8 @@
 
 A field `batch_size` is the flag `--batch-size`, the variable `HVDTRAIN_BATCH_SIZE` and the key `batch_size` of a
 `--config FILE.toml`. Flags take precedence over the file, the file over variables, and variables over defaults. The
-docstring below a field is its help: `--help` shows the first line, `--help NAME` all of it.
+docstring below a field is its help: `--help` shows the first line, `--help NAME` all of it. Options in `RARE` of the
+class are listed by name only, unless by `--help all`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import inspect
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
@@ -27,9 +29,11 @@ C = TypeVar("C")
 PREFIX = "HVDTRAIN_"
 SWITCH = {"true": True, "false": False, "1": True, "0": False}
 EPILOG = (
-    "--help NAME explains an option in full. Variables set options too: HVDTRAIN_BATCH_SIZE=64 is --batch-size 64.\n"
+    "--help NAME explains an option in full, --help all shows all. HVDTRAIN_BATCH_SIZE=64 sets --batch-size 64, too.\n"
     "Precedence: flags, then the file of --config, then variables, then defaults."
 )
+LINE = 116
+"""Longest line of the options in help"""
 
 
 def flag(name: str) -> str:
@@ -55,6 +59,7 @@ class OptionParser(Parser):
         )
         self.cls, self.positionals = cls, positionals
         self.names = [field.name for field in dataclasses.fields(cls)]
+        self.rare: Sequence[str] = getattr(cls, "RARE", ())
         hints = get_type_hints(cls)
         general = self.add_argument_group("options")
         general.add_argument(
@@ -78,21 +83,25 @@ class OptionParser(Parser):
         if name in self.names:
             print(f"{flag(name)}\n\n{inspect.cleandoc(field_docs(self.cls)[name])}")
         else:
+            self.rare = () if name == "all" else self.rare
             self.print_help()
         raise SystemExit(exits.OK)
 
     def format_help(self) -> str:
-        """One line per flag, with its default."""
+        """One line per flag, with its default; the names of rare ones."""
         docs, hints = field_docs(self.cls), get_type_hints(self.cls)
-        lines = [self.description or ""]
-        rows: list[tuple[str, str]] = [("-h, --help [NAME]", "show this help, or all about one option")]
-        rows.append(("--config FILE", "TOML file with values of options"))
-        sections = {"options": rows}
+        lines = [(self.description or "").rstrip()]
+        sections: dict[str, list[tuple[str, str]]] = {}
         for title, fields in _groups(self.cls).items():
-            sections.setdefault(title or "options", []).extend(
+            sections[title or "options"] = [
                 (_usage(field, hints[field.name], field.name in self.positionals), _summary(field, docs, hints))
                 for field in fields
-            )
+                if field.name not in self.rare
+            ]
+        general = [("-h, --help [NAME]", "show this help, or all about one option")]
+        general.append(("--config FILE", "TOML file with values of options"))
+        sections.setdefault("run" if "run" in sections else "options", []).extend(general)
+        sections = {title: rows for title, rows in sections.items() if rows}
         left = max(len(usage) for rows in sections.values() for usage, _ in rows if len(usage) < 34)
         for title, rows in sections.items():
             lines += ["", f"{title}:"]
@@ -101,6 +110,9 @@ class OptionParser(Parser):
                     lines.append(f"  {usage}  {summary}")
                 else:
                     lines.append(f"  {usage:<{left}}  {summary}")
+        if self.rare:
+            names = textwrap.fill(" ".join(map(flag, self.rare)), LINE, break_on_hyphens=False)
+            lines += ["", "more:", textwrap.indent(names, "  ")]
         return "\n".join([*lines, "", self.epilog or "", ""])
 
     def error(self, message: str) -> NoReturn:

@@ -131,30 +131,24 @@ def halves(key: int | None) -> NDArray[np.int64]:
     return np.array([0, 0] if key is None else divmod(key, 2**32), np.int64)
 
 
-def load(name: str, image_size: tuple[int, int] | None = None, *, verify: bool = False) -> Dataset:
+def load(name: str, image_size: tuple[int, int] | None = None) -> Dataset:
     """The data set with this name: 'digits', 'fashion-mnist', 'idx:DIR' (see `idx`), or the path of a folder made by
     `hvdtrain data images`.
 
-    `image_size` is (width, height) in pixels; None means 32x32 for the digits, and otherwise the images' own size. With
-    `verify` the SHA-256 of a prepared folder's large array is checked even if this host has checked it before. Raises
-    Failure: BAD_DATA for a missing, foreign or damaged folder, BAD_CONFIG if a folder has images of another size.
+    `image_size` is (width, height) in pixels; None means 32x32 for the digits, and otherwise the images' own size.
+    Raises Failure: BAD_DATA for an unusable folder, BAD_CONFIG if a folder has images of another size.
     """
-    if name == "digits":
-        from hvdtrain.data import digits
-
-        return digits.load(image_size or digits.DEFAULT_SIZE)
-
-    if name == "fashion-mnist" or name.startswith("idx:"):
-        from hvdtrain.data import idx
-
-        return idx.load(name, image_size)
-
+    from hvdtrain.data import digits, idx
     from hvdtrain.data.prepared import open_images
 
+    if name == "digits":
+        return digits.load(image_size or digits.DEFAULT_SIZE)
+    if name == "fashion-mnist" or name.startswith("idx:"):
+        return idx.load(name, image_size)
     if not Path(name).is_dir():
         known = "'digits', 'fashion-mnist', 'idx:DIR' or a folder made by `hvdtrain data images`"
         raise Failure(f"unknown data set '{name}'; hint: give {known}", BAD_DATA)
-    dataset = open_images(name, verify=verify)
+    dataset = open_images(name)
     height, width, _ = dataset.image_shape
     if image_size not in (None, (width, height)):
         asked = "{}x{}".format(*image_size)

@@ -1,10 +1,8 @@
 """Read the rows of a CSV file, features first and the class last, in blocks, so the file may be larger than memory.
 
 The format is detected from the start of the file: separator (comma, semicolon, tab or spaces), decimal point or comma,
-and whether the first line is a header. It is a header if none of its features is a number. The encoding is UTF-8, with
-or without a byte order mark; lines end in LF or CRLF; empty lines are skipped; fields may be in double quotes.
-
-Errors name file:line:column, counted from 1.
+and whether the first line is a header, in which no feature is a number. The encoding is UTF-8, with or without a byte
+order mark; empty lines are skipped; fields may be in double quotes. Errors name file:line:column, counted from 1.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Images in IDX files, the format of MNIST and its successors: `--data fashion-mnist`, or `--data idx:DIR`.
 
-DIR contains train-images-idx3-ubyte, train-labels-idx1-ubyte and the corresponding t10k files, with or without .gz. A
-file consists of big-endian 32-bit numbers (magic number, with type 8 for bytes and the number of axes; length of each
-axis) and the bytes.
-
-The t10k images are the test part. 10 % of each class of the other images are for validation and the rest for training;
-the split is fixed. All images stay in memory as bytes (55 MB for Fashion-MNIST). Another --image-size is made batch by
-batch, with Pillow's bilinear filter.
+DIR contains train-images-idx3-ubyte, train-labels-idx1-ubyte and the corresponding t10k files, with or without .gz. The
+t10k images are the test part. 10 % of each class of the others are for validation; the split is fixed. All images stay
+in memory as bytes, and another --image-size is made batch by batch.
 
 Fashion-MNIST: 60,000 + 10,000 gray images of 28x28 in 10 classes (Xiao, Rasul, Vollgraf, arXiv:1708.07747; MIT).
 """
@@ -29,7 +25,8 @@ from hvdtrain.data import SPLIT_SEED, Dataset, ImageSplit, drawn_lots, listed, s
 from hvdtrain.system import files
 from hvdtrain.system.exits import BAD_DATA, Failure
 
-FASHION = Path(listed.FASHION)
+FASHION = Path("/usr/share/datasets/fashion-mnist")
+"""Folder of Debian's package dataset-fashion-mnist"""
 CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 SHARES = (Fraction(90, 100), Fraction(10, 100))
 MOST_BYTES = 4 << 30
@@ -41,7 +38,7 @@ def load(name: str, image_size: tuple[int, int] | None = None) -> Dataset:
     fashion = name == "fashion-mnist"
     folder = FASHION if fashion else Path(name.removeprefix("idx:"))
     if not folder.is_dir():
-        hint = listed.GET_FASHION if fashion else "give a folder with four files in the format of MNIST"
+        hint = listed.how_to_get(name) if fashion else "give a folder with four files in the format of MNIST"
         raise Failure(f"{name}: {folder} is not a folder; hint: {hint}", BAD_DATA)
     (images, labels), (test_images, test_labels) = _part(folder, "train"), _part(folder, "t10k")
     if images.shape[1:] != test_images.shape[1:]:

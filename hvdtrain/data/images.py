@@ -1,28 +1,21 @@
 """Convert folders of images to memory-mapped arrays: `hvdtrain data images SRC DST --size 197x148 --gray`.
 
-**Input**: one folder per class, with JPEG, PNG, GIF, BMP, TIFF or WebP files anywhere below it. Hidden files, and files
-outside the class folders, are ignored.
-
-**Output**: DST with `samples.npy` (N, height, width, channels), `labels.npy` (N,) int64 and `index.json`. Rows are in
-the order train | validation | test. Each part has its share of every class, with the classes mixed. A file's position
-depends on the seed and its own name, so other files in the tree hardly move it.
+**Input**: one folder per class, with images anywhere below it. **Output**: DST with `samples.npy` (N, height, width,
+channels), `labels.npy` (N,) int64 and `index.json`. Rows are in the order train | validation | test, with the classes
+of a part mixed. A file's position depends on the seed and its own name, so other files in the tree hardly move it.
 
 **Conversion** of an image to a row:
   1. Decode the first frame and rotate it by its EXIF orientation.
   2. Convert to RGB, or with `--gray` to luma by ITU-R 601-2, L = (299 R + 587 G + 114 B) / 1000 (Pillow's 'L').
-     16-bit gray is scaled, round(255 v / 65535). Pillow keeps the high byte of 16-bit colour. CMYK is converted to RGB
-     first, and transparency is dropped.
-  3. Resize to --size with Pillow's bilinear filter (antialiased when shrinking). The aspect ratio is not kept.
-  4. Normalize: v / 255 in 0..1, rounded to the nearest float16 or float32. `--dtype uint8` stores 0..255, which is
-     divided when a batch is made: the same information in half the bytes of float16.
+     16-bit gray is scaled, and 16-bit colour keeps its high byte. Transparency is dropped.
+  3. Resize to --size with Pillow's bilinear filter (antialiased when shrinking), whatever the aspect ratio.
+  4. Normalize: v / 255 in 0..1, rounded to float16 or float32. `--dtype uint8` stores 0..255, divided in batches.
 
-**Bad samples** are files that are not images, truncated, empty, one pixel wide, suspiciously large or unreadable, and
-links that leave the tree. The first one stops the work with an error, or they are skipped, counted and listed in the
-index.
+**Bad samples** are unusable files, and links that leave the tree.
 
-**Interruptions** are safe at any time. The work is done in `.DST.unfinished` next to DST, which is renamed when
-everything is on disk. After a kill, the same command continues and produces the same bytes as an uninterrupted run.
-Workers write rows to the file and not to a memory map, where a full disk would kill them with SIGBUS.
+**Interruptions** are safe at any time. The work is done in `.DST.unfinished`, which becomes DST when everything is on
+disk. After a kill, the same command continues and produces the same bytes as an uninterrupted run. Workers write rows
+to the file and not to a memory map, where a full disk would kill them with SIGBUS.
 """
 
 from __future__ import annotations
@@ -65,33 +58,29 @@ COMMIT_S = 1.0  # a kill loses at most this much work
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImagesConfig:
-    """Options of `hvdtrain data images`."""
+class ImageOptions:
+    """Options of every command that prepares images."""
 
     source: str
-    """Folder with one folder of images per class."""
+    """Folder with the images."""
     destination: str
     """Folder to create; must not exist."""
     size: str
-    """WxH: width and height of the prepared images in pixels, e.g. --size 36x24"""
-    gray: bool = False
-    """Keep luma only (ITU-R 601-2): one channel instead of three."""
-    dtype: Literal["uint8", "float16", "float32"] = "float16"
-    """How values are stored; uint8 takes half the space of float16 without losing information."""
-    split: str = "85/2/13"
-    """Percent of each class for train/validation/test; must sum to 100."""
+    """Width x height of the prepared images in pixels, e.g. 197x148"""
+    split: str
+    """Shares of train/validation/test."""
     seed: int = bounded(0, least=0)
     """Decides the position of each sample; the same seed gives the same bytes."""
     on_bad_sample: Literal["fail", "skip"] = "fail"
     """How to handle an unusable file: stop and name it, or skip and list it."""
     max_bad_samples: int = bounded(100, least=0)
     """With skip: stop if there are more bad samples than this."""
-    fast_jpeg: bool = False
-    """Decode large JPEGs at 1/2, 1/4 or 1/8: several times faster, with slightly different values."""
     workers: int = bounded(0, least=0)
     """Number of processes; 0 uses all cores."""
     dry_run: bool = False
     """Only report the result; write nothing."""
+    gray = False
+    dtype = "uint8"
 
     def __post_init__(self) -> None:
         if wrong := problem(self, flag):
@@ -103,8 +92,8 @@ class ImagesConfig:
             shares = self.shares
         except (ValueError, ZeroDivisionError):
             shares = ()
-        if len(shares) != 3 or sum(shares) != 1 or min(shares) < 0 or shares[0] == 0:
-            message = f"--split {self.split} is not TRAIN/VALIDATION/TEST in percent with a sum of 100"
+        if len(shares) != 3 or min(shares) < 0 or shares[0] == 0:
+            message = f"--split {self.split} is not TRAIN/VALIDATION/TEST, three numbers in proportion to the parts"
             raise Failure(f"{message}; hint: for example --split 85/2/13", BAD_CONFIG)
 
     @property
@@ -115,12 +104,27 @@ class ImagesConfig:
 
     @property
     def row_bytes(self) -> int:
-        return int(np.prod(self.row_shape)) * np.dtype(self.dtype).itemsize
+        return math.prod(self.row_shape) * np.dtype(self.dtype).itemsize
 
     @property
     def shares(self) -> tuple[Fraction, ...]:
         """Shares of train, validation and test, exact."""
-        return tuple(Fraction(part) / 100 for part in self.split.split("/"))
+        parts = [Fraction(part) for part in self.split.split("/")]
+        return tuple(part / sum(parts) for part in parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagesConfig(ImageOptions):
+    """Options of `hvdtrain data images`."""
+
+    source: str
+    """Folder with one folder of images per class."""
+    split: str = "85/2/13"
+    """Shares of train/validation/test, of each class."""
+    gray: bool = False
+    """Keep luma only (ITU-R 601-2): one channel instead of three."""
+    dtype: Literal["uint8", "float16", "float32"] = "float16"
+    """How values are stored; uint8 takes half the space of float16 without losing information."""
 
 
 # --- 1. convert images to rows, and save the progress -----------------------------------------------------------------
@@ -167,7 +171,7 @@ def check_destination(source: str, folder: str) -> None:
 
 
 def make(
-    config: ImagesConfig,
+    config: ImageOptions,
     tree: Tree,
     describe: Callable[[], dict[str, Any]],
     finish: Callable[[Path, Bad], dict[str, Any]],
@@ -192,7 +196,7 @@ def make(
     return {**index, "destination": str(destination), **speed, "resumed_rows": before}
 
 
-def check_bad_samples(config: ImagesConfig, tree: Tree, bad: Bad) -> None:
+def check_bad_samples(config: ImageOptions, tree: Tree, bad: Bad) -> None:
     """Raises Failure if there are more bad samples than the options allow."""
     count = len(tree.bad) + len(bad)
     if count == 0 or (config.on_bad_sample == "skip" and count <= config.max_bad_samples):
@@ -260,10 +264,10 @@ def making(destination: Path) -> Iterator[Path]:
                 shutil.rmtree(unfinished)
 
 
-def resume(config: ImagesConfig, tree: Tree, unfinished: Path) -> State:
+def resume(config: ImageOptions, tree: Tree, unfinished: Path) -> State:
     """The saved state if it belongs to the same work, else a new one with disk space allocated."""
     settings = {
-        **{name: getattr(config, name) for name in ("size", "gray", "dtype", "split", "seed", "fast_jpeg")},
+        **{name: getattr(config, name) for name in ("size", "gray", "dtype", "split", "seed")},
         "pillow": PIL.__version__,
         "schema": SCHEMA,
     }
@@ -292,7 +296,7 @@ def resume(config: ImagesConfig, tree: Tree, unfinished: Path) -> State:
     return State(settings=settings, source=tree.digest, bad={})
 
 
-def convert_all(config: ImagesConfig, tree: Tree, array: Path, state: State) -> None:
+def convert_all(config: ImageOptions, tree: Tree, array: Path, state: State) -> None:
     """Fills the missing rows."""
     check_bad_samples(config, tree, state.bad)
     step = max(1, min(64, CHUNK_BYTES // config.row_bytes))
@@ -303,7 +307,6 @@ def convert_all(config: ImagesConfig, tree: Tree, array: Path, state: State) -> 
             files=[str(tree.root / file) for file in tree.files[first : first + step]],
             shape=config.row_shape,
             dtype=config.dtype,
-            fast_jpeg=config.fast_jpeg,
         )
         for first in range(state.rows, len(tree.files), step)
     ]
@@ -357,7 +360,7 @@ def seal(result: Path, about: dict[str, Any], names: Mapping[str, str]) -> dict[
     return index
 
 
-def drop_bad_rows(array: Path, config: ImagesConfig, rows: NDArray[np.int64]) -> None:
+def drop_bad_rows(array: Path, config: ImageOptions, rows: NDArray[np.int64]) -> None:
     """Rewrites the array with only `rows`, in this order; does nothing if no row is bad."""
     head = npy_header(len(rows), config.row_shape, config.dtype)
     if array.stat().st_size == len(head) + len(rows) * config.row_bytes:
@@ -379,13 +382,13 @@ def _describe(config: ImagesConfig, tree: Tree, table: NDArray[np.int64], bad: B
         "classes": tree.classes,
         "samples": int(table.sum()),
         "counts": {part: table[:, i].tolist() for i, part in enumerate(PARTS)},
-        "split": {"percent": config.split, "seed": config.seed},
+        "split": {"shares": config.split, "seed": config.seed},
         "width": width,
         "height": height,
         "channels": channels,
         "dtype": config.dtype,
         "colour": "luma, ITU-R 601-2 (Pillow's L)" if config.gray else "RGB",
-        "resize": "Pillow bilinear" + (", after a JPEG draft" if config.fast_jpeg else ""),
+        "resize": "Pillow bilinear",
         "normalisation": "0..255, divide by 255" if config.dtype == "uint8" else "v / 255, in 0..1",
         "source": {"folder": config.source, "files": len(tree.files) + len(tree.bad)},
         "bad_samples": [{"file": name, "reason": reason} for name, reason in named(tree, bad).items()],

@@ -1,21 +1,15 @@
 """Batches for training and evaluation: sharded over ranks, ordered by the seed, prepared while the step computes.
 
 **The order of an epoch** is a pure function of (seed, epoch, global batch size). Every rank draws the same permutation
-of all samples. Each step takes the next global batch of it, and each rank a contiguous part of that batch. The parts
-are equal to within one sample, or proportional to `shares` for ranks of unequal speed. So ranks never share a sample,
-together they cover each sample exactly once, and all make the same number of steps. Neither the number of ranks nor
-their shares change the order or the global batch. A run resumed on other ranks therefore sees the same remaining
-samples.
+of all samples. Each step takes the next global batch of it, and each rank a contiguous part of that batch, equal to
+within one sample, or proportional to `shares`. Neither the number of ranks nor their shares change the order or the
+global batch, so a run resumed on other ranks sees the same remaining samples.
 
 **Short epochs**: with `epoch_samples`, an epoch is that many samples of the permutation, and the next epoch takes the
 following ones. The remainder of a permutation is not used if it is shorter than an epoch.
 
-**The last global batch** is often short. It is kept and sharded too, and the weights of a batch make the mean over
-ranks exact. BatchNorm needs two samples per rank. If the last batch has fewer, it is merged with the batch before it
-and the result is split in half, unless the halves would be too short again. A rank whose share is less than two samples
-gets two.
-
-**Memory**: images are gathered and converted in one pass, from the memory map into the batch's own array.
+**The last global batch** is often short. BatchNorm needs two samples per rank. If the last batch has fewer, it is
+merged with the batch before it and the result is split in half, unless the halves would be too short again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Data sets of users' scripts: arrays, a map-style PyTorch `Dataset`, or a finite `tf.data.Dataset`.
 
 Every rank receives the whole data set in the same order, and the loader shards it. A sample is a tuple, possibly
-nested, and its last part is the target. A `tf.data.Dataset` is read into memory once, because only arrays allow random
-access. Samples of a `Dataset` are read by the loader's thread while the step computes.
+nested, and its last part is the target. A `tf.data.Dataset` is read into memory once, for random access.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ FORMATS = ("JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP")  # never PostScript, whi
 Bad = dict[int, str]  # row -> reason why its file is unusable
 
 
-def pixels(path: str, shape: tuple[int, int, int], fast_jpeg: bool = False) -> NDArray[np.uint8]:
+def pixels(path: str, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
     """The image at `path` as uint8 (height, width, channels = 1 or 3). Raises any exception for an unusable file."""
     height, width, channels = shape
     mode = "L" if channels == 1 else "RGB"
@@ -34,8 +34,6 @@ def pixels(path: str, shape: tuple[int, int, int], fast_jpeg: bool = False) -> N
             raise ValueError(f"{image.width}x{image.height} pixels exceed {MAX_PIXELS:,}: a decompression bomb?")
         if min(image.size) < 2:
             raise ValueError(f"{image.width}x{image.height} pixels are too small for an image")
-        if fast_jpeg:
-            image.draft(mode, (max(width, height),) * 2)  # a square, since the image may still be rotated
         ImageOps.exif_transpose(image, in_place=True)
         small = _eight_bit(image, mode).resize((width, height), Image.Resampling.BILINEAR)
     return np.asarray(small).reshape(shape)
@@ -61,7 +59,6 @@ class Chunk:
     files: list[str]
     shape: tuple[int, int, int]
     dtype: str
-    fast_jpeg: bool
 
 
 def convert(chunk: Chunk) -> Bad:
@@ -74,7 +71,7 @@ def convert(chunk: Chunk) -> Bad:
         warnings.simplefilter("ignore")  # Pillow warns about metadata, and about bombs, which `pixels` rejects
         for number, file in enumerate(chunk.files):
             try:
-                rows[number] = table[pixels(file, chunk.shape, chunk.fast_jpeg)]
+                rows[number] = table[pixels(file, chunk.shape)]
             except Exception as error:  # Pillow raises almost any exception for a damaged file
                 bad[chunk.first + number] = reason(error, file)
     start = len(npy_header(0, chunk.shape, chunk.dtype)) + chunk.first * rows[:1].nbytes

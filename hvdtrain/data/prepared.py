@@ -77,11 +77,11 @@ def opening(folder: Path, command: str, schema: str) -> Iterator[dict[str, Any]]
         raise Failure(f"{path} is damaged ({error}); hint: copy or prepare it again", BAD_DATA) from None
 
 
-def open_images(folder: str | Path, *, verify: bool = False) -> Dataset:
+def open_images(folder: str | Path) -> Dataset:
     """The data set in a folder made by `hvdtrain data images`; samples stay a memory map.
 
     Small files are verified completely. Of the large one, size and header are always checked, and its contents if this
-    host has not checked them yet, or with `verify` (see `open_array`). Raises Failure (BAD_DATA; NO_PERMISSION) with
+    host has not checked them yet (see `open_array`). Raises Failure (BAD_DATA; NO_PERMISSION) with
     the file's name if anything differs from the index.
     """
     folder = Path(folder)
@@ -90,7 +90,7 @@ def open_images(folder: str | Path, *, verify: bool = False) -> Dataset:
         classes, stated = texts(index["classes"]), index["files"]
         shape = whole_numbers([index[name] for name in ("samples", "height", "width", "channels")])
         labels = open_array(folder / "labels.npy", stated["labels.npy"], shape[:1], "int64", verify=True)
-        samples = open_array(folder / "samples.npy", stated["samples.npy"], shape, index["dtype"], verify=verify)
+        samples = open_array(folder / "samples.npy", stated["samples.npy"], shape, index["dtype"])
         digests = {name: stated[name]["sha256"] for name in FILES}
         if len(set(classes)) < len(classes):
             raise ValueError("it lists a class twice")
@@ -128,7 +128,7 @@ def texts(values: Any) -> tuple[str, ...]:
 
 
 def open_array(
-    path: Path, stated: dict[str, Any], shape: tuple[int, ...], dtype: str, *, verify: bool, shares: bool = True
+    path: Path, stated: dict[str, Any], shape: tuple[int, ...], dtype: str, *, verify: bool = False, shares: bool = True
 ) -> NDArray[Any]:
     """A read-only memory map of an .npy file whose size, header and SHA-256 match the index.
 

@@ -1,7 +1,6 @@
 """Measured irradiance in W/m2, and windows of it from which a model learns to forecast.
 
-A **series** contains the readings of one or more stations, at times that are `step_s` seconds apart. A reading that
-breaks one of these rules becomes NaN, is counted, and is never filled in:
+A reading of a **series** that breaks one of these rules becomes NaN, is counted, and is never filled in:
   * missing: no number was recorded;
   * out of bounds: outside the range that the sun and the instrument's offset at night allow;
   * near one out of bounds: within `spoils_s` seconds of such a reading, since the instrument is not reliable then.
@@ -10,8 +9,8 @@ A **window** is the model's input, up to some reading; its target is the reading
 left out and counted: those with a bad reading or target, those over a gap in the times, and those at night, when
 neither the last reading nor the target reaches DARK_W_M2. Windows are views of the series; each batch copies its own.
 
-**The split** is by time: the first 70 % of the readings train, the next 15 % validate, the last 15 % test. A window
-across a border is left out. Inputs and targets are scaled by mean and deviation of the training part.
+**The split** is by time: 70 % of the readings train, the next 15 % validate, the last 15 % test. A window across a
+border is left out. Inputs and targets are scaled by mean and deviation of the training part.
 """
 
 from __future__ import annotations
@@ -91,13 +90,13 @@ def flag(
     return kept, {rule: int(broken.sum()) for rule, broken in rules.items()}
 
 
-def load(name: str, *, verify: bool = False) -> Series:
+def load(name: str) -> Series:
     """The series with this name: 'pvanalytics', or a folder made by `hvdtrain data solar`. Raises Failure (65, 77)."""
     if name == PACKAGED:
         return shipped()
     if not Path(name).is_dir():
         raise Failure(f"unknown readings '{name}'; hint: give '{PACKAGED}' or a folder made by `{COMMAND}`", BAD_DATA)
-    return open_series(Path(name), verify=verify)
+    return open_series(Path(name))
 
 
 def shipped() -> Series:
@@ -135,7 +134,7 @@ def shipped() -> Series:
     )
 
 
-def open_series(folder: Path, *, verify: bool = False) -> Series:
+def open_series(folder: Path) -> Series:
     """The series in a folder made by `hvdtrain data solar`; readings stay a memory map. Raises Failure (65, 77)."""
     with opening(folder, COMMAND, SCHEMA) as index:
         stations, stated = tuple(map(str, index["stations"])), index["files"]
@@ -143,9 +142,7 @@ def open_series(folder: Path, *, verify: bool = False) -> Series:
         ticks, step_s = int(index["readings"]), int(index["step_s"])
         times = open_array(folder / "times.npy", stated["times.npy"], (ticks,), "int64", verify=True)
         shape = (ticks, len(stations))
-        readings = open_array(
-            folder / "readings.npy", stated["readings.npy"], shape, "float32", verify=verify, shares=False
-        )
+        readings = open_array(folder / "readings.npy", stated["readings.npy"], shape, "float32", shares=False)
         flagged = {str(rule): int(count) for rule, count in index["flagged"].items()}
         if len(places) not in (0, len(stations)) or step_s < 1:
             raise ValueError("its numbers of stations and places differ, or its time step is not positive")
@@ -220,9 +217,7 @@ def windows(series: Series, *, look: Look, window: int, ahead: int, station: str
     """All good windows of a station (default: the first), in one of three forms:
 
     * window: the station's last `window` readings;
-    * stack: its last 2 SIDE - 1 readings as a matrix. Row i is the window of SIDE readings that ends i readings after
-      the
-      first row's window;
+    * stack: its last 2 SIDE - 1 readings as a matrix, whose row i is the window of SIDE readings from reading i on;
     * map: the readings of all stations at that moment, interpolated to SIDE x SIDE pixels (see `map_weights`).
 
     Raises Failure: BAD_CONFIG for an unknown station, BAD_DATA if a part has no windows.

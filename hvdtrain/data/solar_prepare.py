@@ -1,25 +1,22 @@
 """Convert files of irradiance stations to memory-mapped arrays: `hvdtrain data solar SRC DST`.
 
-**Input**: a file, or a folder whose files are all of the same kind. Files may be gzipped; hidden files are ignored.
+**Input**: a file, or a folder whose files are all of the same kind, perhaps gzipped.
   * A day of NREL's Oahu Solar Measurement Grid: one line per second, no header, 23 columns. They are second, year, day
-    of the year, HHMM in Hawaii's time, and W/m2 of 17 horizontal and 2 tilted instruments. The tilted ones are not
-    used. -99999 means missing.
+    of the year, HHMM in Hawaii's time, and W/m2 of 17 horizontal and 2 tilted instruments, which are not used. -99999
+    means missing.
   * A raw export of NREL's Measurement and Instrumentation Data Center (MIDC): one line per minute. The header names an
     arbitrary first column, Year, DOY, the time zone (a column with HHMM) and the quantities. -7999 means missing.
   * A month of a BSRN station ("station-to-archive"): one value per minute, global irradiance from logical record 0100.
     -999 means missing.
 
-**Output**: DST with three files. `times.npy` is int64 (T,), seconds since 1970. `readings.npy` is float32
-(T, stations) in W/m2, with NaN for readings that break a rule of hvdtrain.data.solar. `index.json` says how many
-readings broke each rule.
-
-Files are ordered by their times. Errors name the file and the line. DST appears when it is complete; until then the
-work is in `.DST.unfinished`.
+**Output**: DST with `times.npy`, int64 (T,) seconds since 1970; `readings.npy`, float32 (T, stations) W/m2, with NaN
+for readings that break a rule of hvdtrain.data.solar; and `index.json`. Errors name the file and the line.
 """
 
 from __future__ import annotations
 
 import calendar
+import csv
 import errno
 import gzip
 import itertools
@@ -37,6 +34,7 @@ from numpy.typing import NDArray
 from hvdtrain import __version__
 from hvdtrain.config.constraints import bounded, problem
 from hvdtrain.config.parser import flag as as_flag
+from hvdtrain.data import SHIPPED
 from hvdtrain.data.images import check_destination, making, seal
 from hvdtrain.data.pixels import npy_header
 from hvdtrain.data.solar import SCHEMA, flag
@@ -50,26 +48,11 @@ MOST_BYTES = 1024 * files.MIB
 ZONES = {"HST": -10, "PST": -8, "MST": -7, "CST": -6, "EST": -5, "AST": -4, "GMT": 0, "UTC": 0}
 """Hours from UTC"""
 OAHU_COLUMNS = 23
-# Column -> station, latitude, longitude.
-OAHU: dict[int, tuple[str, float, float]] = {
-    4: ("DH3", 21.31236, -158.08463),
-    5: ("DH4", 21.31303, -158.08505),
-    6: ("DH5", 21.31357, -158.08424),
-    7: ("DH10", 21.31183, -158.08554),
-    8: ("DH11", 21.31042, -158.0853),
-    9: ("DH9", 21.31268, -158.08688),
-    10: ("DH2", 21.31451, -158.08534),
-    11: ("DH1", 21.31533, -158.087),
-    13: ("AP6", 21.30812, -158.07935),
-    15: ("AP1", 21.31276, -158.08389),
-    16: ("AP3", 21.31281, -158.08163),
-    17: ("AP5", 21.30983, -158.08249),
-    18: ("AP4", 21.31141, -158.07947),
-    19: ("AP7", 21.31478, -158.07785),
-    20: ("DH6", 21.31179, -158.08678),
-    21: ("DH7", 21.31418, -158.08685),
-    22: ("DH8", 21.31034, -158.08675),
+OAHU = {
+    int(row["column"]): (row["station"], float(row["latitude"]), float(row["longitude"]))
+    for row in csv.DictReader((SHIPPED / "oahu.csv").read_text().splitlines())
 }
+"""Column -> station, latitude, longitude"""
 
 
 @dataclass(frozen=True, kw_only=True)

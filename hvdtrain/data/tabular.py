@@ -1,10 +1,7 @@
 """A CSV file as a data set for a classifier: split into three parts and standardized by the training part.
 
-    table = load("readings.csv", "refuse")        # features first, the class last: see hvdtrain.data.csv_rows
-
-Each class is split separately: 70 % training, 15 % validation, 15 % test. The split does not depend on the run's seed,
-so scores of different runs are comparable. Features are standardized with the mean and the standard deviation of the
-training part. With `--missing mean` a missing value becomes that mean, which is 0 after standardization.
+Each class is split separately: 70 % training, 15 % validation, 15 % test. The split does not depend on the run's seed.
+With `--missing mean` a missing value becomes the training part's mean, which is 0 after standardization.
 
 A file of more than 4 MiB is parsed once per host and then memory-mapped from `hvdtrain/tables` in the user's cache
 folder, 8 bytes per number. Only the class and the position of each row are held in memory.

@@ -1,4 +1,4 @@
-"""What the loop needs of a framework: one model replica on one device, the same for PyTorch and TensorFlow."""
+"""The interface of a model replica on one device, implemented for PyTorch and for TensorFlow."""
 
 from __future__ import annotations
 
@@ -17,103 +17,114 @@ from hvdtrain.system.exits import Failure
 
 
 class Replica(Vectors, Protocol):
-    """A model, its optimizer and its device. State goes in and out as arrays in PyTorch's layout, named neutrally."""
+    """A model, its optimizer and its device. State consists of arrays in PyTorch's layout, named alike in both."""
 
     device: str
-    """For people and records: 'cpu', 'cuda:0' ..."""
+    """Name for people and records: 'cpu', 'cuda:0' ..."""
     statistics: Mapping[str, float]
-    """Which of `local_state` are running statistics, with their momentum: see `statistics_of`"""
+    """Momentum of each array of `local_state` that is a running statistic, see `statistics_of`"""
 
     def backward(self, batch: Batch, lr: float, stop: bool) -> None:
-        """Forward and backward of this rank's batch: the gradients, divided by the sample count of all ranks, or of
-        this one for a strategy that is `local`.
+        """Compute the gradients of this rank's batch.
 
-        A framework whose graph holds an overlapped exchange updates each parameter in that graph, as soon as its
-        gradient has arrived.
+        They are divided by the sample count of all ranks, or by this rank's if the strategy has `local_updates`. A
+        framework whose graph contains the exchange also updates each parameter as soon as its gradient has arrived.
         """
 
     def waited_s(self) -> float | None:
-        """Seconds that the last `backward` waited for an exchange inside it, with nothing else left to do: 0.0 where
-        the exchange is waited for outside, None where it cannot be told apart.
+        """Return the seconds in which the last `backward` did nothing but wait for an exchange.
+
+        0.0 if it contains no exchange; None if waiting cannot be separated from computing.
         """
 
     def sent_bytes(self) -> tuple[int, int]:
-        """Payload that the last `backward` sent to other stages of the model: over the network, and inside the host."""
+        """Return the payload sent to other stages by the last `backward`: over the network, and within the host."""
 
     def observe(self, batch: Batch) -> None:
-        """Forward as in training: running statistics see the batch, and nothing else is learnt."""
+        """Run forward in training mode, which only updates running statistics."""
 
     def evaluate(self, batch: Batch) -> np.ndarray:
-        """Of this rank's batch, (metric.size,) float64: the sum of losses, the metric's sums, and samples. Nothing is
-        learnt from it. Zeros from a stage that is not the last."""
+        """Return the sum of losses, the metric's sums and the number of samples, float64 of shape (metric.size,).
+
+        A stage that is not the last returns zeros.
+        """
 
     def state(self) -> dict[str, np.ndarray]:
-        """Parameters (`parameter.NAME`), equal on all ranks, and optimizer state (`momentum.NAME` ...), equal unless
-        the strategy is `local`."""
+        """Return the parameters (`parameter.NAME`) and the optimizer's state (`momentum.NAME` ...).
+
+        Parameters are equal on all ranks. The optimizer's state is too, unless the strategy has `local_updates`.
+        """
 
     def load(self, state: dict[str, np.ndarray]) -> None: ...
 
     def local_state(self) -> dict[str, np.ndarray]:
-        """What the model has besides parameters, running statistics say: each rank has its own."""
+        """Return the model's other arrays, such as running statistics, which differ between ranks."""
 
     def load_local(self, state: dict[str, np.ndarray]) -> None:
-        """Takes all of what `local_state` gave, or some."""
+        """Load some or all arrays of `local_state`."""
 
     def synchronize(self) -> None:
-        """Waits until the device has done all work given to it."""
+        """Wait until the device has finished all work."""
 
     def profiler(self) -> Profiler:
-        """The framework's own profiler, not yet started."""
+        """Return the framework's profiler, not yet started."""
 
 
 class Profiler(Protocol):
-    """Records what each operation of some steps costs. One may be running in a process."""
+    """Records the cost of each operation of some steps. A process can run one at a time."""
 
     def start(self, folder: Path) -> None:
-        """Begins; what comes out will be in `folder`, which exists."""
+        """Start to record; the results are written to `folder`, which exists."""
 
     def step(self, number: int) -> contextlib.AbstractContextManager[Any]:
-        """Names what runs inside as step `number`."""
+        """Name the code inside as step `number`."""
 
     def stop(self, name: str) -> Path:
-        """Ends, writes a Chrome trace called `name` and TensorBoard's files; the path of the trace. Raises OSError."""
+        """Write TensorBoard's files and a Chrome trace called `name`. Returns the trace's path. Raises OSError."""
 
 
 def statistics_of(model: Any, untrained: Collection[str]) -> Mapping[str, float]:
-    """What a model's attribute `statistics` says: name -> momentum, the share of the newest batch, of the arrays that
-    are running statistics (of BatchNorm, say). An evaluation takes their mean over ranks.
+    """Return a model's attribute `statistics`: name -> momentum of its running statistics.
 
-    `untrained`: names of its arrays of floating point that are not trained. Raises Failure (78) for a model that does
-    not say which of them are statistics, or names others.
+    The momentum is the share of the newest batch. Evaluations use the statistics' mean over ranks.
+
+    Args:
+        model: Any model.
+        untrained: Names of its floating-point arrays that are not trained.
+
+    Raises:
+        Failure: With code 78 if the model has such arrays but no attribute, or the attribute has other names.
     """
-    found: Mapping[str, float] | None = getattr(model, "statistics", None)
-    if found is None and untrained:
+    statistics: Mapping[str, float] | None = getattr(model, "statistics", None)
+    kind = type(model).__name__
+    if statistics is None and untrained:
         raise Failure(
-            f"{type(model).__name__} has arrays that are not trained ({', '.join(sorted(untrained))}) and does not say "
-            "which are running statistics: give it an attribute `statistics`, name -> momentum ({}: none are)",
+            f"{kind} does not declare whether its untrained arrays ({', '.join(sorted(untrained))}) are running "
+            "statistics; hint: add an attribute `statistics`, name -> momentum, or {} if none are",
             exits.BAD_CONFIG,
         )
-    if others := sorted(set(found or ()) - set(untrained)):
+    if unknown := sorted(set(statistics or ()) - set(untrained)):
         raise Failure(
-            f"{type(model).__name__}.statistics names {', '.join(others)}: it has no such array of floating point "
-            "that is not trained",
+            f"{kind}.statistics names {', '.join(unknown)}, but no untrained floating-point array has this name",
             exits.BAD_CONFIG,
         )
-    return found or {}
+    return statistics or {}
 
 
 def in_vector(framework: str, shapes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Shapes of arrays, given in PyTorch's layout, as they lie in a replica's vectors: TensorFlow keeps kernels (out,
-    in, h, w) as (h, w, in, out)."""
+    """Convert shapes from PyTorch's layout to the layout in a replica's vectors.
+
+    TensorFlow stores kernels (out, in, h, w) as (h, w, in, out).
+    """
     if framework == "torch":
         return list(shapes)
     return [(*shape[2:], *shape[1::-1]) if len(shape) == 4 else shape for shape in shapes]
 
 
 def resolve(framework: Literal["torch", "tensorflow", "auto"]) -> Literal["torch", "tensorflow"]:
-    """The framework to use; raises Failure (78) if it is not installed."""
+    """Return the framework to use. Raises Failure (78) if it is not installed."""
     if framework == "auto":
         framework = "torch" if importlib.util.find_spec("torch") else "tensorflow"
     if importlib.util.find_spec(framework) is None:
-        raise Failure(f"{framework} is not installed: run `make setup FRAMEWORKS={framework}`", exits.BAD_CONFIG)
+        raise Failure(f"{framework} is not installed; hint: make setup FRAMEWORKS={framework}", exits.BAD_CONFIG)
     return framework

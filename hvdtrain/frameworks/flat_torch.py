@@ -11,8 +11,8 @@ import torch
 class FlatGradients:
     """One float32 vector for the gradients of all parameters, followed by a tail of a few numbers.
 
-    On a GPU the vector has a copy in pinned host memory, which is updated when it is asked for. On a CPU `memory` is
-    the vector itself.
+    On a GPU the vector has a copy in pinned host memory, which `vector` and `piece` update. On a CPU `memory` is the
+    vector itself.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], tail: int, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class FlatGradients:
         return copied.synchronize
 
     def take_gradients(self) -> None:
-        """Copies the vector back to the GPU, if host memory was asked for since the last time."""
+        """Copies the vector back to the GPU, if host memory has been updated since the last time."""
         if self._host_is_newer:
             self._whole.copy_(self._host, non_blocking=True)
             self._host_is_newer = False

@@ -1,5 +1,7 @@
-"""The updates of torch.optim for TensorFlow variables: in any graph, and with the same results. `slots` is what is kept
-for each parameter, as SLOT.PARAMETER."""
+"""The optimizers of torch.optim for TensorFlow variables, with equal results.
+
+`slots` holds the optimizer's state as variables named SLOT.PARAMETER.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ class SGD:
 
 
 class Adam:
-    """AdamW as torch.optim's: p -= lr (weight_decay p + m' / (sqrt(v') + 1e-8)), m' and v' the corrected moments."""
+    """torch.optim.AdamW: p -= lr (weight_decay p + m' / (sqrt(v') + 1e-8)) with corrected moments m' and v'."""
 
     BETAS, EPSILON = (0.9, 0.999), 1e-8
 

@@ -1,4 +1,4 @@
-"""A PyTorch replica that goes through a batch in parts, and through the model with the ranks that hold other stages."""
+"""A PyTorch replica of one pipeline stage, which processes a batch in micro-batches."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from hvdtrain.pipeline.schedule import Parted
 
 
 class PipelineTorch(Parted, TorchReplica):
-    """See `frameworks.Replica` and `stages.pipe.Part`. `model(*arrays)` goes through the stage's layers, the last one's
-    `model.loss(*arrays)` further to the sum of losses. The arrays are the batch's, but for the first, which is what the
-    stage before made, if there is one."""
+    """See `frameworks.Replica` and `pipeline.schedule.StageModel`.
+
+    `model(*arrays)` runs the stage's layers. The last stage has `model.loss(*arrays)`, which also computes the sum of
+    losses. The arrays are the batch's, except that the first one comes from the previous stage.
+    """
 
     def backward(self, batch: Batch, lr: float, stop: bool) -> None:
         self._train(True)
@@ -32,7 +34,7 @@ class PipelineTorch(Parted, TorchReplica):
         arrays = self._tensors(self._given(batch, inputs))
         x = None if inputs is None else arrays[0].requires_grad_()
         if x is not None:
-            arrays[0] = x.clone()  # which layers may change in place, as they may not what gradients are asked of
+            arrays[0] = x.clone()  # layers may work in place, which a leaf does not permit
         with self._autocast:
             if self._pipe.last:
                 loss, sums = self._model.loss(*arrays)
@@ -50,8 +52,8 @@ class PipelineTorch(Parted, TorchReplica):
         return None if x is None or x.grad is None else x.grad.cpu().numpy()
 
     def totals(self) -> np.ndarray:
-        taken, self._totals = self._totals, []
-        return np.asarray(torch.stack(taken).sum(0).cpu().numpy())
+        totals, self._totals = self._totals, []
+        return np.asarray(torch.stack(totals).sum(0).cpu().numpy())
 
     def see(self, batch: Batch, inputs: np.ndarray | None, training: bool) -> np.ndarray:
         self._train(training)

@@ -1,7 +1,7 @@
-"""TensorFlow's profiler, and a Chrome trace made of what it writes.
+"""TensorFlow's profiler, and the conversion of its output to a Chrome trace.
 
-TensorFlow 2.21 leaves `plugins/profile/<UTC>/<host>.xplane.pb` for TensorBoard's profile plugin and no longer a
-`trace.json.gz`. Both hold the same: planes (the host, each GPU) of lines (threads, streams) of events.
+TensorFlow 2.21 writes `plugins/profile/<UTC>/<host>.xplane.pb` for TensorBoard's profile plugin. The file contains
+planes (the host, each GPU) of lines (threads, streams) of events.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TensorFlowProfiler:
             tf.profiler.experimental.start(str(folder))
 
     def step(self, number: int) -> contextlib.AbstractContextManager[Any]:
-        return tf.profiler.experimental.Trace("step", step_num=number, _r=1)  # _r: a step, for TensorBoard's overview
+        return tf.profiler.experimental.Trace("step", step_num=number, _r=1)  # _r: a step for TensorBoard
 
     def stop(self, name: str) -> Path:
         before = set(self._folder.rglob("*.xplane.pb"))
@@ -52,26 +52,26 @@ class TensorFlowProfiler:
 
 
 def plane_events(plane: Any, pid: int) -> Iterator[dict[str, Any]]:
-    """An XPlane as events of the Trace Event Format: a process per plane, a thread per line, times in microseconds."""
+    """Convert an XPlane to the Trace Event Format: planes become processes, lines threads, times microseconds."""
     yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": plane.name}}
     for tid, line in enumerate(plane.lines, start=1):
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": line.name}}
         for event in line.events:
             name = plane.event_metadata[event.metadata_id].name
-            about = {plane.stat_metadata[stat.metadata_id].name: value_of(stat, plane) for stat in event.stats}
+            arguments = {plane.stat_metadata[stat.metadata_id].name: value_of(stat, plane) for stat in event.stats}
             yield {
                 "ph": "X",
-                "name": f"{name} {about['step_num']}" if "step_num" in about else name,
+                "name": f"{name} {arguments['step_num']}" if "step_num" in arguments else name,
                 "pid": pid,
                 "tid": tid,
                 "ts": line.timestamp_ns / 1e3 + event.offset_ps / 1e6,
                 "dur": event.duration_ps / 1e6,
-                "args": about,
+                "args": arguments,
             }
 
 
 def value_of(stat: Any, plane: Any) -> Any:
-    """What an XStat holds; texts that recur stand once in the plane."""
+    """Return an XStat's value. The plane stores each recurring text once."""
     kind = stat.WhichOneof("value")
     if kind == "ref_value":
         return plane.stat_metadata[stat.ref_value].name

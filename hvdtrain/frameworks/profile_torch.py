@@ -1,4 +1,4 @@
-"""PyTorch's profiler: operations on the CPU, and kernels on the GPU where there is one."""
+"""PyTorch's profiler of operations on the CPU and kernels on the GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TorchProfiler:
             self._profile.start()
 
     def step(self, number: int) -> contextlib.AbstractContextManager[Any]:
-        return record_function(f"ProfilerStep#{number}")  # the name that PyTorch's own tools know
+        return record_function(f"ProfilerStep#{number}")  # PyTorch's tools recognise this name
 
     def stop(self, name: str) -> Path:
         if torch.cuda.is_available():

@@ -24,22 +24,23 @@ from hvdtrain.system.exits import Failure
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SLOTS = {"momentum": "momentum_buffer", "adam_mean": "exp_avg", "adam_square": "exp_avg_sq", "adam_steps": "step"}
-"""What an optimizer keeps for each parameter: our name and torch.optim's"""
+"""hvdtrain's and torch.optim's names of the optimizer's state of a parameter"""
 
 
-def prepare(asked: str, local_rank: int, threads: int, *, one_each: bool = False) -> str:
-    """Pins this rank's GPU, or the CPU with `threads` threads. Raises Failure (78) if a GPU is asked for in vain.
+def prepare(device: str, local_rank: int, threads: int, *, exclusive_gpu: bool = False) -> str:
+    """Select this rank's GPU, or the CPU with `threads` threads, and return the device's name.
 
-    With `one_each`, ranks to whom no GPU is left compute on the CPU, instead of sharing one, if `asked` is auto.
+    With `exclusive_gpu` and device "auto", surplus ranks use the CPU. Raises Failure (78) if "gpu" is requested and
+    none exists.
     """
     torch.set_num_threads(threads)
-    left = asked == "gpu" or not one_each or local_rank < torch.cuda.device_count()
-    if asked != "cpu" and left and torch.cuda.is_available():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        return str(device)
-    if asked == "gpu":
-        raise Failure("--device gpu: PyTorch sees no GPU here; use --device cpu or auto", exits.BAD_CONFIG)
+    available = device == "gpu" or not exclusive_gpu or local_rank < torch.cuda.device_count()
+    if device != "cpu" and available and torch.cuda.is_available():
+        own = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(own)
+        return str(own)
+    if device == "gpu":
+        raise Failure("--device gpu: PyTorch finds no GPU; hint: use --device cpu or auto", exits.BAD_CONFIG)
     return "cpu"
 
 
@@ -61,21 +62,21 @@ class GradientHooks:
         """For each bucket, the indices of the parameters whose gradients are not computed yet"""
         self._next = 0
         for number, bucket in enumerate(buckets):
-            for place in bucket:
-                named[place][1].register_post_accumulate_grad_hook(functools.partial(self._computed, number, place))
+            for index in bucket:
+                named[index][1].register_post_accumulate_grad_hook(functools.partial(self._computed, number, index))
 
     def begin(self) -> None:
         self._missing = [set(bucket) for bucket in self._buckets]
         self._next = 0
 
-    def _computed(self, number: int, place: int, parameter: torch.nn.Parameter) -> None:
-        if place not in self._missing[number]:
+    def _computed(self, number: int, index: int, parameter: torch.nn.Parameter) -> None:
+        if index not in self._missing[number]:
             raise Failure(
-                f"{self._names[place]}: its gradient arrived twice in one backward pass, so an incomplete one may have "
+                f"{self._names[index]}: its gradient arrived twice in one backward pass, so an incomplete one may have "
                 "been sent; a shared weight cannot be used inside reentrant checkpoints; "
                 "hint: torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
-        self._missing[number].remove(place)
+        self._missing[number].remove(index)
         while self._next < len(self._buckets) and not self._missing[self._next]:
             self._report()
 
@@ -91,12 +92,12 @@ class GradientHooks:
 
 
 class TorchReplica:
-    """See `frameworks.Replica`. `model.loss(*arrays)` returns the sum of losses and, by name, the metric's sums."""
+    """See `frameworks.Replica`. `model.loss(*arrays)` returns the sum of losses and the metric's sums by name."""
 
     _hooks: GradientHooks | None = None
-    """None where the strategy reads the gradients after backward"""
+    """None if the strategy reads the gradients after backward"""
     one_backward = True
-    """Whether a step has one backward, so that a gradient that appears is final"""
+    """Whether each step runs backward once, so that gradients are final when they are computed"""
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class TorchReplica:
             if self.one_backward and (buckets := strategy.buckets()):
                 self._hooks = GradientHooks(strategy, buckets, self._flat, trained)
         self._optimizer: torch.optim.Optimizer = self._step.optimizer
-        # PyTorch's first scale, so that what backward sees is the same whatever the exchange divides by.
+        # PyTorch's first scale, divided by the loss factor so that backward sees the same scale in every strategy.
         first_scale = 2.0**16 / self._step.loss_factor
         self._scaler = torch.amp.GradScaler(
             self._device.type, init_scale=first_scale, enabled=config.precision == "fp16"
@@ -157,7 +158,7 @@ class TorchReplica:
             self._hooks.finish()
 
     def _train(self, training: bool) -> None:
-        if self._model.training != training:  # telling every module anew takes as long as a small layer
+        if self._model.training != training:  # setting it in every module takes as long as a small layer
             self._model.train(training)
 
     def vector(self) -> np.ndarray:
@@ -209,8 +210,8 @@ class TorchReplica:
     def state(self) -> dict[str, np.ndarray]:
         arrays = {f"parameter.{name}": p.detach().cpu().numpy() for name, p in self._parameters.items()}
         for name, parameter in self._parameters.items():
-            kept = self._optimizer.state.get(parameter, {})
-            arrays |= {f"{slot}.{name}": kept[key].cpu().numpy() for slot, key in SLOTS.items() if key in kept}
+            slots = self._optimizer.state.get(parameter, {})
+            arrays |= {f"{slot}.{name}": slots[key].cpu().numpy() for slot, key in SLOTS.items() if key in slots}
         if self._scaler.is_enabled():
             scaler = self._scaler.state_dict()
             arrays["loss_scale"] = np.array([scaler["scale"], scaler["_growth_tracker"]], dtype=np.float64)
@@ -221,8 +222,8 @@ class TorchReplica:
         for name, parameter in self._parameters.items():
             parameter.copy_(torch.from_numpy(state[f"parameter.{name}"]))
             for slot, key in SLOTS.items():
-                if (kept := state.get(f"{slot}.{name}")) is not None:
-                    self._optimizer.state[parameter][key] = torch.from_numpy(kept.copy()).to(self._device)
+                if (array := state.get(f"{slot}.{name}")) is not None:
+                    self._optimizer.state[parameter][key] = torch.from_numpy(array.copy()).to(self._device)
         if "loss_scale" in state:
             scale, steps = state["loss_scale"]
             self._scaler.load_state_dict(
@@ -248,8 +249,8 @@ class TorchReplica:
         return TorchProfiler()
 
     def _numbers(self, loss: torch.Tensor, sums: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The loss and the metric's sums as vectors of the loss' type."""
-        return [part.detach().to(loss).reshape(-1) for part in (loss, *self._metric.in_order(sums))]
+        """Return the loss and the metric's sums as vectors of the loss's type."""
+        return [each.detach().to(loss).reshape(-1) for each in (loss, *self._metric.in_order(sums))]
 
     def _tensors(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         return [torch.from_numpy(array).to(self._device, non_blocking=True) for array in arrays]
@@ -266,8 +267,10 @@ def _optimizer(parameters: list[torch.nn.Parameter], config: TrainConfig) -> tor
 
 
 def _eager(optimizer: type[torch.optim.Optimizer]) -> Any:
-    """The optimizer without the import of torch.compile (torch._dynamo), which takes as long as that of torch
-    itself: its methods are wrapped in a request not to compile them, and nothing here is compiled."""
+    """Return the optimizer with methods that do not import torch.compile, which takes as long as importing torch.
+
+    The original methods are wrapped to exclude them from compilation, and hvdtrain compiles nothing.
+    """
     step, add, zero = (inspect.unwrap(getattr(optimizer, name)) for name in ("step", "add_param_group", "zero_grad"))
     methods = {"step": torch.no_grad()(step), "add_param_group": add, "zero_grad": zero}
     return type(optimizer.__name__, (optimizer,), methods)

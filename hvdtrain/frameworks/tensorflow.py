@@ -1,16 +1,13 @@
 """A TensorFlow replica: one tf.Module on one device.
 
-Backward, the exchange of Horovod or MultiWorkerMirroredStrategy and the update are one compiled graph, in which a
-parameter is updated while the gradients of others are still on their way; a strategy that works outside the graph gets
-backward and update as two. Graphs are built without AutoGraph, which would spend more time on translating our Python
-than TensorFlow on the graph: models and optimizers use TensorFlow's own control flow.
+With Horovod or MultiWorkerMirroredStrategy, one compiled graph contains backward, the exchange and the update, and
+updates each parameter as soon as its gradient has arrived. For other strategies backward and the update are two graphs.
+Models and optimizers use TensorFlow's control flow, because AutoGraph would take longer than building the graph.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
-import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -31,13 +28,15 @@ from hvdtrain.system.exits import Failure
 BUILD_NOTES = (b"absl::InitializeLog", b"oneDNN custom operations", b"cpu_feature_guard", b"To enable the following")
 
 KERAS_EXTRAS = ("matplotlib", "pandas", "scipy", "sklearn")
-"""What Keras imports where it is installed. `import tensorflow` imports Keras, which nothing here uses; without these a
-rank starts with 1.5 to 2.5 s less of processor time and 150 MB less of memory (docs/project/decisions.md)"""
+"""Packages that Keras imports if they are installed.
+
+`import tensorflow` imports Keras, which is not used here. Without these packages a rank needs 1.5 to 2.5 s less
+processor time to start, and 150 MB less memory (docs/project/decisions.md)."""
 
 
 @contextmanager
 def without_modules(names: tuple[str, ...]) -> Iterator[None]:
-    """Imports of these modules fail meanwhile, unless they are loaded already."""
+    """Make imports of these modules fail, unless they are loaded already."""
     blocked = [name for name in names if name not in sys.modules]
     sys.modules.update(dict.fromkeys(blocked))  # type: ignore[arg-type]
     try:
@@ -52,80 +51,63 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 with stderr.suppress(BUILD_NOTES), without_modules(KERAS_EXTRAS):
     import tensorflow as tf
 
+    from hvdtrain.frameworks.flat_tensorflow import FlatVariables, aligned, concatenate, shared_tensor
     from hvdtrain.frameworks.optimizers_tensorflow import OPTIMIZERS
     from hvdtrain.models.layers_tf import to_pytorch, to_tensorflow
 
-PRECISIONS = {"fp32": tf.float32, "bf16": tf.bfloat16, "fp16": tf.float16}
 # Dynamic loss scaling with the constants of torch.amp.GradScaler, so that both frameworks scale alike.
 FIRST_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
 
 
-def prepare(asked: str, local_rank: int, threads: int, *, one_each: bool = False) -> str:
-    """Pins this rank's GPU, or the CPU with `threads` threads; before the first operation, when TensorFlow fixes them:
-    after that they stay as they are.
+def prepare(device: str, local_rank: int, threads: int, *, exclusive_gpu: bool = False) -> str:
+    """Select this rank's GPU, or the CPU with `threads` threads, and return the device's name.
 
-    With `one_each`, ranks to whom no GPU is left compute on the CPU, instead of sharing one, if `asked` is auto. Raises
-    Failure (78) if a GPU is asked for in vain.
+    Must be called before the first operation, when TensorFlow fixes the devices. With `exclusive_gpu` and device
+    "auto", surplus ranks use the CPU. Raises Failure (78) if "gpu" is requested and none exists.
     """
-    gpus = [] if asked == "cpu" else tf.config.list_physical_devices("GPU")
-    if asked == "gpu" and not gpus:
-        raise Failure("--device gpu: TensorFlow sees no GPU here; use --device cpu or auto", exits.BAD_CONFIG)
-    left = asked == "gpu" or not one_each or local_rank < len(gpus)
-    mine = gpus[local_rank % len(gpus)] if gpus and left else None
+    gpus = [] if device == "cpu" else tf.config.list_physical_devices("GPU")
+    if device == "gpu" and not gpus:
+        raise Failure("--device gpu: TensorFlow finds no GPU; hint: use --device cpu or auto", exits.BAD_CONFIG)
+    available = device == "gpu" or not exclusive_gpu or local_rank < len(gpus)
+    own = gpus[local_rank % len(gpus)] if gpus and available else None
     try:
         tf.config.threading.set_intra_op_parallelism_threads(threads)
         tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))
-        tf.config.set_visible_devices([mine] if mine else [], "GPU")
-        if mine:
-            tf.config.experimental.set_memory_growth(mine, True)
-    except RuntimeError:  # a script's model is made already, and TensorFlow has begun with what it found
+        tf.config.set_visible_devices([own] if own else [], "GPU")
+        if own:
+            tf.config.experimental.set_memory_growth(own, True)
+    except RuntimeError:  # a script has built its model, so TensorFlow's devices are fixed
         return "gpu:0" if tf.config.get_visible_devices("GPU") else "cpu"
-    return f"gpu:{local_rank % len(gpus)}" if mine else "cpu"
+    return f"gpu:{local_rank % len(gpus)}" if own else "cpu"
 
 
-ALIGNMENT = 64
-"""A tensor's memory must begin at a multiple of so many bytes; otherwise TensorFlow aborts the process"""
-
-
-def _aligned(size: int) -> np.ndarray:
-    """Space for `size` float32 numbers that tensors can share."""
-    space = np.empty(4 * size + ALIGNMENT, np.uint8)
-    begin = -space.ctypes.data % ALIGNMENT
-    return space[begin : begin + 4 * size].view(np.float32)
-
-
-def _tensor(array: np.ndarray) -> tf.Tensor:
-    """A tensor that shares the array's memory if that is aligned, which saves copying all gradients; else a copy."""
-    if array.size == 0 or array.ctypes.data % ALIGNMENT:
-        return tf.constant(array)
-    return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
-
-
-def _dense(gradients: list[Any], weights: list[tf.Variable]) -> list[tf.Tensor]:
-    """Whole arrays: TensorFlow has None for a weight that the loss does not use, and slices for an embedding."""
+def dense(gradients: list[Any], weights: list[tf.Variable]) -> list[tf.Tensor]:
+    """Return gradients as tensors. TensorFlow returns None for unused weights, and slices for embeddings."""
     pairs = zip(gradients, weights, strict=True)
     return [tf.zeros_like(weight) if each is None else tf.convert_to_tensor(each) for each, weight in pairs]
 
 
 class TensorFlowReplica:
-    """See `frameworks.Replica`. `model.loss(*arrays, training=...)` returns the sum of losses and, by name, the
-    metric's sums; `model.weights` are its trained variables by name. A model may have `buffers`, variables by name
-    that are not trained, and `sequences`, the arguments of `loss` whose second axis has another length from batch to
-    batch."""
+    """See `frameworks.Replica`.
+
+    `model.loss(*arrays, training=...)` returns the sum of losses and the metric's sums by name. `model.weights` are the
+    trained variables by name. A model may have `buffers`, other variables by name, and `sequences`, the arguments of
+    `loss` whose second axis differs in length between batches.
+    """
 
     one_backward = True
-    """Whether a step has one backward, so that a gradient that appears is final"""
+    """Whether each step runs backward once, so that gradients are final when they are computed"""
 
     def __init__(
         self, model: Any, *, device: str, config: TrainConfig, world: Communicator, strategy: Strategy, metric: Metric
     ) -> None:
         self.device, self._metric = device, metric
-        self._model, self._ranks = model, world
+        self._model, self._world = model, world
         self._in_backward = strategy.capabilities.in_backward
         self._local = strategy.capabilities.local_updates
         self._weights: dict[str, tf.Variable] = model.weights
-        found = self._buffers() or {each.name: each for each in getattr(model, "non_trainable_variables", ())}
-        self.statistics = statistics_of(model, [name for name, each in found.items() if each.dtype.is_floating])
+        untrained = self._buffers() or {each.name: each for each in getattr(model, "non_trainable_variables", ())}
+        self.statistics = statistics_of(model, [name for name, each in untrained.items() if each.dtype.is_floating])
         self._optimizer = OPTIMIZERS[config.optimizer](self._weights, config)
         self._scale = tf.Variable(FIRST_SCALE if config.precision == "fp16" else 1.0, trainable=False)
         self._good_steps = tf.Variable(0, trainable=False)
@@ -133,7 +115,10 @@ class TensorFlowReplica:
         self._backward_graph: Any = None
         self._forward_graphs: dict[bool, Any] = {}
         self._apply_graph = tf.function(self._apply, autograph=False)
-        self._vector = np.empty(0, np.float32)
+        self._flat = FlatVariables(self._weights.values())
+        self._vector = aligned(self._flat.size + metric.size + 1)
+        self._gathered = False
+        """Whether the vector holds the gradients of the last backward"""
         self._strategy = strategy
         self._buckets = strategy.buckets() if self.one_backward else ()
 
@@ -141,7 +126,7 @@ class TensorFlowReplica:
         arrays = [tf.constant(array) for array in batch.arrays]
         if self._backward_graph is None:
             self._backward_graph = tf.function(
-                lambda arrays, numbers: self._ranks.run(self._backward, arrays, numbers),
+                lambda arrays, numbers: self._world.run(self._backward, arrays, numbers),
                 input_signature=[self._any_length(arrays), tf.TensorSpec([4], tf.float32)],
                 autograph=False,
             )
@@ -152,8 +137,10 @@ class TensorFlowReplica:
         self._gathered = bool(self._buckets)
 
     def _any_length(self, arrays: list[tf.Tensor]) -> list[tf.TensorSpec]:
-        """The arrays' types for any number of samples, and sequences of any length, so that no graph is compiled anew
-        for a short batch (seconds)."""
+        """Return the arrays' types for any number of samples and any length of sequences.
+
+        Then a short batch does not compile another graph, which takes seconds.
+        """
         names, sequences = inspect.signature(self._model.loss).parameters, getattr(self._model, "sequences", ())
         places = [place for place, name in enumerate(names) if name in sequences]
         free = [2 if place in places else 1 for place in range(len(arrays))]
@@ -170,15 +157,15 @@ class TensorFlowReplica:
             loss, sums = self._model.loss(*arrays, training=True)
             mean = loss / mean_of * self._scale
         tail = tf.concat([self._numbers((loss, sums), loss.dtype), [samples, stop]], 0)
-        tail = self._ranks.graph_sum(tail, "step.totals")
+        tail = self._world.graph_sum(tail, "step.totals")
         weights = list(self._weights.values())
         if not self._in_backward:
-            gradients = _dense(tape.gradient(mean, weights), weights)
+            gradients = dense(tape.gradient(mean, weights), weights)
             if not self._buckets:
                 return gradients, tail
             self._report(gradients, tail)
             return [], tail
-        self._apply(_dense(self._ranks.summed_gradients(tape, mean, weights), weights), lr)
+        self._apply(dense(self._world.summed_gradients(tape, mean, weights), weights), lr)
         return [], tail
 
     def _report(self, gradients: list[tf.Tensor], tail: tf.Tensor) -> None:
@@ -186,13 +173,10 @@ class TensorFlowReplica:
 
         They run in the order of the buckets. The first one also copies the tail.
         """
-        sizes = [math.prod(weight.shape) for weight in self._weights.values()]
-        borders = [0, *itertools.accumulate(sizes)]
-        self._vector = _aligned(borders[-1] + self._metric.size + 1)
         before: list[tf.Operation] = []
         for number, bucket in enumerate(self._buckets):
-            given = [gradients[place] for place in bucket] + ([tail] if number == 0 else [])
-            begin = borders[bucket.start]
+            arrays = [gradients[index] for index in bucket] + ([tail] if number == 0 else [])
+            begin = self._flat.borders[bucket.start]
 
             def report(*arrays: np.ndarray, number: int = number, begin: int = begin) -> None:
                 size = sum(array.size for array in arrays)
@@ -200,16 +184,12 @@ class TensorFlowReplica:
                 self._strategy.on_bucket_ready(number, self._vector)
 
             with tf.control_dependencies(before):
-                before = [tf.numpy_function(report, given, [])]
+                before = [tf.numpy_function(report, arrays, [])]
 
     def vector(self) -> np.ndarray:
         if not self._gathered:
             self._gathered = True
-            flat = [np.asarray(memoryview(gradient)).reshape(-1) for gradient in (*self._gradients, self._tail)]
-            size = sum(each.size for each in flat)
-            if self._vector.size != size:
-                self._vector = _aligned(size)
-            np.concatenate(flat, out=self._vector)
+            concatenate([*self._gradients, self._tail], out=self._vector)
         return self._vector
 
     def tail(self) -> np.ndarray:
@@ -223,22 +203,15 @@ class TensorFlowReplica:
             gradients = list(self._gradients)
             if self._gathered:
                 # On a GPU the next step may fill the vector while this one is still being copied from it.
-                made = _tensor if self.device == "cpu" else tf.constant
-                gradients = [made(gradient) for gradient in self._split(self._vector)]
+                to_tensor = shared_tensor if self.device == "cpu" else tf.constant
+                gradients = [to_tensor(gradient) for gradient in self._flat.split(self._vector)]
             self._apply_graph(gradients, tf.constant(lr, tf.float32))
 
     def weights(self) -> np.ndarray:
-        return np.concatenate([weight.numpy().reshape(-1) for weight in self._weights.values()])
+        return self._flat.weights()
 
     def set_weights(self, weights: np.ndarray) -> None:
-        for weight, part in zip(self._weights.values(), self._split(weights), strict=True):
-            weight.assign(part)
-
-    def _split(self, vector: np.ndarray) -> list[np.ndarray]:
-        """Views of the vector in the shapes of the weights."""
-        shapes = [tuple(weight.shape) for weight in self._weights.values()]
-        ends = np.cumsum([math.prod(shape) for shape in shapes])
-        return [part.reshape(shape) for part, shape in zip(np.split(vector, ends), shapes, strict=False)]
+        self._flat.set_weights(weights)
 
     def _apply(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
         if not self._scaled:
@@ -268,7 +241,7 @@ class TensorFlowReplica:
         arrays = [tf.constant(array) for array in batch.arrays]
         if training not in self._forward_graphs:
             self._forward_graphs[training] = tf.function(
-                lambda arrays: self._ranks.run(
+                lambda arrays: self._world.run(
                     lambda *each: self._numbers(self._model.loss(*each, training=training), tf.float64), *arrays
                 ),
                 input_signature=[self._any_length(arrays)],
@@ -276,10 +249,10 @@ class TensorFlowReplica:
             )
         return self._forward_graphs[training](arrays)
 
-    def _numbers(self, found: tuple[tf.Tensor, Mapping[str, tf.Tensor]], kind: tf.DType) -> tf.Tensor:
-        """What a model's loss returns as one vector: the loss and the metric's sums."""
-        loss, sums = found
-        return tf.concat([tf.reshape(tf.cast(x, kind), [-1]) for x in (loss, *self._metric.in_order(sums))], 0)
+    def _numbers(self, losses: tuple[tf.Tensor, Mapping[str, tf.Tensor]], dtype: tf.DType) -> tf.Tensor:
+        """Concatenate the results of a model's `loss`."""
+        loss, sums = losses
+        return tf.concat([tf.reshape(tf.cast(x, dtype), [-1]) for x in (loss, *self._metric.in_order(sums))], 0)
 
     def state(self) -> dict[str, np.ndarray]:
         arrays = {f"parameter.{name}": to_pytorch(weight.numpy()) for name, weight in self._weights.items()}
@@ -308,7 +281,7 @@ class TensorFlowReplica:
                 buffer.assign(state[name])
 
     def synchronize(self) -> None:
-        if self.device != "cpu":  # there a graph has done its work when it returns
+        if self.device != "cpu":  # on a CPU, graphs have finished when they return
             with tf.device("GPU:0"):
                 tf.raw_ops.SyncDevice()
 

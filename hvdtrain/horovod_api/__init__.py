@@ -1,1 +1,1 @@
-"""A user's own script as a rank of a job: who is here, Horovod's calls over our streams, its run folder."""
+"""The core of hvdtrain.torch, .tensorflow and .keras: ranks, Horovod's calls over TCP, and a script's run folder."""

@@ -1,6 +1,6 @@
-"""The data movement and arithmetic of each collective call, once all members have agreed on it.
+"""The data movement and arithmetic of each collective call.
 
-Each member of a call takes the role of a host in the TCP backend. Short inputs arrive with the response from rank 0
+The members of a call act as the hosts of the TCP backend. Short inputs arrive with the response from rank 0
 (`inputs`), so nothing else is sent. Longer sums use the backend's all-reduce, everything else its all-to-all.
 Every rank adds the inputs in the same order, so all ranks get the same bits.
 """
@@ -102,7 +102,7 @@ def _even_lengths(size: int, count: int) -> list[int]:
 
 
 def _all_to_all(members: TcpLeaderGroup, pieces: Sequence[np.ndarray], *, even: bool = False) -> list[np.ndarray]:
-    """Sends pieces[j] to member j and returns what each member sent to this one. Works for any type."""
+    """Sends pieces[j] to member j and returns the pieces received from each member. Works for any type."""
     received = members.all_to_all([piece.view(np.uint8) for piece in pieces], even=even)
     return [array.view(pieces[0].dtype) for array in received]
 
@@ -191,7 +191,7 @@ def reducescatter(
 def allgather(
     array: np.ndarray, rows: Sequence[int], members: TcpLeaderGroup, inputs: Sequence[np.ndarray] | None
 ) -> np.ndarray:
-    """Concatenates the members' arrays along the first dimension, which `rows` gives for each member."""
+    """Concatenates the members' arrays along the first dimension. `rows` has each member's number of rows."""
     if inputs is None:
         inputs = _all_to_all(members, [array.reshape(-1)] * members.count, even=len(set(rows)) == 1)
     return np.concatenate(inputs).reshape(sum(rows), *array.shape[1:])
@@ -200,9 +200,9 @@ def allgather(
 def alltoall(
     array: np.ndarray, splits: Sequence[Sequence[int]], members: TcpLeaderGroup, inputs: Sequence[np.ndarray] | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sends consecutive rows to each member, as many as this rank's `splits` say. `splits` has one list per member.
+    """Sends consecutive rows to each member. `splits[i][j]` is the number of rows from member i to member j.
 
-    Returns the rows received, and how many came from each member (int32).
+    Returns the rows received and their number from each member (int32).
     """
     row_size = int(np.prod(array.shape[1:]))
 

@@ -1,8 +1,7 @@
-"""A stand-in for Horovod's C library while hvdtrain's TCP backend carries the calls: ranks, sizes and process sets.
+"""Ranks, sizes and process sets on hvdtrain's TCP backend: replaces Horovod's C library.
 
-Horovod's Python functions (`rank`, `cross_size`, `ProcessSet` ...) call a library of C functions and turn its error
-codes into exceptions. `Basics` has the same functions with the same return values. Anything else, such as what Horovod
-was built with, comes from the real library.
+Horovod's Python functions (`rank`, `cross_size`, `ProcessSet` ...) call C functions and turn their error codes into
+exceptions. `Basics` has the same functions with the same return values. All others come from the real library.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from hvdtrain.horovod_api.job import Job
 
 NOT_DYNAMIC, UNKNOWN_SET, FOREIGN_SET, EXISTING_SET = -2, -3, -4, -6
-"""Horovod's error codes: sets cannot be added or removed; no such set; this rank is not in it; it exists already"""
+"""Horovod's error codes: sets are fixed, the set is unknown, this rank is not a member, the set exists already"""
 JOB_ATTRIBUTES = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "is_homogeneous")
 """Functions that return an attribute of the job"""
 CONSTANTS = {"is_initialized": True, "mpi_enabled": False, "gloo_enabled": False, "stop_timeline": 0}
@@ -25,10 +24,10 @@ CONSTANTS = {"is_initialized": True, "mpi_enabled": False, "gloo_enabled": False
 
 
 class Basics:
-    """The methods that `horovod.common.basics.HorovodBasics` calls, which documents their meaning."""
+    """The functions that `horovod.common.basics.HorovodBasics` calls. It documents their meaning."""
 
     def __init__(self, job: Job, real: Any, shutdown: Callable[[], None]) -> None:
-        """`real` is Horovod's library. `shutdown` ends the job and puts `real` back in place."""
+        """`real` is Horovod's library. `shutdown` ends the job and restores `real`."""
         self._job, self._real, self._shutdown = job, real, shutdown
 
     def __getattr__(self, name: str) -> Any:
@@ -42,7 +41,7 @@ class Basics:
     def horovod_init(self, comm: Any, comm_size: Any, ranks: Any, sizes: Any, count: Any) -> bool:
         job = self._job
         if comm_size.value and list(comm) != list(range(job.size)):
-            raise needs_horovod(f"hvd.init(comm={list(comm)}), a job of some of the ranks that were started,")
+            raise needs_horovod(f"hvd.init(comm={list(comm)}), a job of a part of the ranks,")
         begin = 0
         for size in sizes[: count.value]:
             self._add(ranks[begin : begin + size])
@@ -65,7 +64,7 @@ class Basics:
     def _add(self, ranks: Sequence[int]) -> int:
         members, sets = tuple(sorted(ranks)), self._job.sets
         if unknown := [rank for rank in members if not 0 <= rank < self._job.size]:
-            raise ValueError(f"process set {list(members)}: rank {unknown[0]} does not exist among {self._job.size}")
+            raise ValueError(f"process set {list(members)}: rank {unknown[0]} does not exist (size {self._job.size})")
         if members in sets.values():
             return EXISTING_SET
         number = max(sets) + 1
@@ -102,5 +101,5 @@ class Basics:
 
 
 def _sets_are_dynamic() -> bool:
-    """Whether process sets may be added and removed, by Horovod's environment variable."""
+    """Whether Horovod's environment variable allows adding and removing process sets."""
     return os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")

@@ -1,6 +1,6 @@
 """Horovod's collective calls on NumPy arrays, over the TCP backend.
 
-    calls = Calls(meeting, reach)          # all ranks together; takes some milliseconds
+    calls = Calls(rendezvous, endpoint)    # on all ranks
     handle = calls.start("allreduce", array, name="loss", op=Op.AVERAGE)
     ...
     mean = calls.finish(handle)
@@ -41,17 +41,17 @@ from hvdtrain.horovod_api.connections import MessageConnection, connect_all
 from hvdtrain.horovod_api.coordinator import Coordinator, Request, Response, pack, unpack
 from hvdtrain.sentinel import waiting
 
-SHUTDOWN = "no more calls are possible: {}; hint: the output of the rank that ended first says why"
+SHUTDOWN = "no more calls are possible: {}; hint: see the output of the rank that ended first"
 FLUSH_TIMEOUT_S = 10.0
-"""How long `close` waits for messages that are still to be sent"""
+"""How long `close` waits until all messages are sent"""
 INSTANCES: weakref.WeakSet[Calls] = weakref.WeakSet()
 
 Arrays = np.ndarray | Sequence[np.ndarray]
 
 
-def needs_horovod(what: str) -> NotImplementedError:
-    """The error for what only Horovod's own backend can do."""
-    return NotImplementedError(f"{what} needs Horovod's own backend; hint: unset HVDTRAIN_STRATEGY and strategy=")
+def needs_horovod(feature: str) -> NotImplementedError:
+    """The error for a feature that only Horovod's own backend has."""
+    return NotImplementedError(f"{feature} needs Horovod's own backend; hint: unset HVDTRAIN_STRATEGY and strategy=")
 
 
 @dataclasses.dataclass
@@ -68,13 +68,13 @@ class Call:
 
 
 class Calls:
-    """The calls of one rank. Its methods may be called from several threads."""
+    """The calls of one rank. All methods are thread-safe."""
 
-    def __init__(self, meeting: Rendezvous, reach: Endpoint) -> None:
+    def __init__(self, rendezvous: Rendezvous, endpoint: Endpoint) -> None:
         """Connects every rank to every other. Collective. Raises Failure (69) if a rank cannot be reached."""
-        self.rank, self.size = meeting.rank, meeting.size
+        self.rank, self.size = rendezvous.rank, rendezvous.size
         self._all_ranks = tuple(range(self.size))
-        self._streams, self._connections = connect_all(meeting, reach)
+        self._streams, self._connections = connect_all(rendezvous, endpoint)
         self._coordinator = Coordinator(waiting.limit_s)
         self._groups: dict[tuple[int, ...], TcpLeaderGroup] = {}
         self._responses: collections.deque[tuple[Response, bytes]] = collections.deque()
@@ -83,8 +83,8 @@ class Calls:
         self._calls: dict[int, Call] = {}
         self._in_progress: dict[str, Call] = {}
         self._reserved: dict[str, Call] = {}
-        """Calls by key until the user finishes them or polls them as done. Otherwise it would depend on the speed of
-        the ranks whether a name may be used again"""
+        """Calls by key until the user sees that they are done. Otherwise the speed of the ranks would decide whether a
+        name can be used again"""
         self._new: collections.deque[Call] = collections.deque()
         self._unnamed: collections.Counter[tuple[int, ...]] = collections.Counter()
         self._closing = False
@@ -117,10 +117,13 @@ class Calls:
             arrays: One array, or a list for a grouped call (allreduce, allgather, reducescatter).
             root: The rank that broadcasts.
             ranks: The members; all ranks if None.
-            out: Where the results of allreduce and broadcast go; `arrays` itself to work in place.
+            out: Arrays for the results of allreduce and broadcast; may be `arrays` itself.
 
-        Raises ValueError for a wrong argument or a name that is in use, TypeError for a type that cannot be reduced,
-        NotImplementedError for what needs Horovod, and Horovod's HorovodInternalError after a shutdown.
+        Raises:
+            ValueError: An argument is wrong, or the name is in use.
+            TypeError: The type cannot be reduced.
+            NotImplementedError: Only Horovod's own backend has this call.
+            HorovodInternalError: Horovod's error for calls after a shutdown.
         """
         grouped = not isinstance(arrays, np.ndarray) and kind != "barrier"
         inputs = [np.asarray(array, order="C") for array in ([arrays] if isinstance(arrays, np.ndarray) else arrays)]
@@ -167,7 +170,7 @@ class Calls:
         return done
 
     def finish(self, handle: int) -> Any:
-        """Waits for a call and returns its result; a handle can be finished once.
+        """Waits for a call and returns its result. Each handle can be finished once.
 
         The result is a new array or `out`, or a list of them for a grouped call. alltoall returns the array and the
         number of rows received from each member (int32), barrier None.
@@ -213,11 +216,11 @@ class Calls:
         try:
             return self._calls[handle]
         except KeyError:
-            raise ValueError(f"handle {handle} is unknown, or its call was finished before") from None
+            raise ValueError(f"handle {handle} is unknown, or its call has been finished before") from None
 
     def _check(self, kind: str, arrays: list[np.ndarray], op: Op, root: int, members: tuple[int, ...]) -> None:
         if self.rank not in members:
-            raise ValueError(f"rank {self.rank} called {kind} for the process set {list(members)}, which lacks it")
+            raise ValueError(f"rank {self.rank} called {kind} for the process set {list(members)} but is not a member")
         if kind == "broadcast" and root not in members:
             raise ValueError(f"root rank {root} is not in the process set {list(members)}")
         if kind == "reducescatter" and op not in (Op.SUM, Op.AVERAGE):
@@ -282,7 +285,7 @@ class Calls:
                 request = call.request
                 sends = request.inline and (request.kind != "broadcast" or request.ranks[request.root] == self.rank)
                 self._request(self.rank, request, call.arrays[0].tobytes() if sends else b"")
-            # A call runs only after its response has been sent to all members: some may be waiting for it.
+            # A call runs only after its response has been sent to all members, because some may be waiting for it.
             while self._responses and not any(connection.unsent for connection in connections.values()):
                 self._carry_out(*self._responses.popleft())
             if self._closing and not any(connection.unsent for connection in connections.values()):

@@ -1,4 +1,4 @@
-"""The connections that `calls` uses: one between every two ranks for arrays, and one to rank 0 for messages."""
+"""The connections of `calls`: one between every two ranks for arrays, and one to rank 0 for messages."""
 
 from __future__ import annotations
 
@@ -64,19 +64,20 @@ class MessageConnection:
         self.closed_because = f"rank {self.rank} has ended ({cause})"
 
 
-def connect_all(meeting: Rendezvous, reach: Endpoint) -> tuple[dict[int, Stream], dict[int, MessageConnection]]:
-    """Connects every rank to every other. All ranks must call it together.
+def connect_all(rendezvous: Rendezvous, endpoint: Endpoint) -> tuple[dict[int, Stream], dict[int, MessageConnection]]:
+    """Connects every rank to every other. Collective.
 
-    Returns, by rank, the streams for arrays and the connections for messages. A rank other than 0 has only one of the
-    latter: to rank 0. Raises Failure (69) if a rank cannot be reached.
+    Returns the streams for arrays and the connections for messages, both by rank. Only rank 0 has messages with all
+    ranks, the others with rank 0. Raises Failure (69) if a rank cannot be reached.
     """
-    rank, size = meeting.rank, meeting.size
+    rank, size = rendezvous.rank, rendezvous.size
     if size == 1:
         return {}, {}
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < (needed := 2 * size + OTHER_FILES):  # the usual limit is 1024
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard < 0 else min(needed, hard), hard))
     higher_ranks = set(range(rank + 1, size))
-    streams = connect_ranks(meeting, reach, b"calls", range(rank), higher_ranks)
-    messages = connect_ranks(meeting, reach, b"calls' order", range(min(rank, 1)), higher_ranks if rank == 0 else set())
+    streams = connect_ranks(rendezvous, endpoint, b"calls", range(rank), higher_ranks)
+    accepted = higher_ranks if rank == 0 else set[int]()
+    messages = connect_ranks(rendezvous, endpoint, b"calls' order", range(min(rank, 1)), accepted)
     return streams, {other: MessageConnection(stream) for other, stream in messages.items()}

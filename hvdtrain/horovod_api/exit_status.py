@@ -1,9 +1,12 @@
-"""Whether this interpreter ends normally: what an `atexit` function cannot see by itself.
+"""Finds out in an `atexit` function whether this interpreter ends normally.
 
-CPython handles SystemExit before it calls `atexit` functions and keeps neither the exception nor its status, so
-`raise SystemExit(1)` looks like the end of the file there. Two observations tell them apart. CPython reads the status
-from the attribute `SystemExit.code`, which reports it here if no Python frame is left. The outermost frame, which
-outlives its code, shows whether its last instruction was a return. An end that neither explains counts as a failure.
+CPython handles SystemExit before it calls `atexit` functions and keeps neither the exception nor its status. So
+`raise SystemExit(1)` looks like the end of the file. Two observations distinguish the cases:
+
+- CPython reads the status from the attribute `SystemExit.code` when no Python frame is left.
+- The outermost frame still exists and shows whether its last instruction was a return.
+
+Any other end counts as a failure.
 """
 
 from __future__ import annotations
@@ -19,13 +22,13 @@ _UNKNOWN = object()
 _status: Any = _UNKNOWN
 """The status of the SystemExit that ended the main thread"""
 _thread: str | None = None
-"""The first thread that an exception ended"""
+"""Name of the first thread that ended with an exception"""
 _outermost: Any = None
 """The main thread's outermost frame"""
 
 
 def watch() -> None:
-    """Begins to observe; once in a process."""
+    """Starts to observe the interpreter. Must be called once only."""
     global _outermost
     _outermost = sys._current_frames()[threading.main_thread().ident or 0]
     while _outermost.f_back is not None:
@@ -42,17 +45,15 @@ def watch() -> None:
 
     gc.get_referents(SystemExit.__dict__)[0]["code"] = property(code, stored.__set__, stored.__delete__)
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
-    for names in (
-        vars(sys),
-        vars(sys.modules["__main__"]),
-    ):  # before Python 3.12 the C function's exception has no code
+    # Before Python 3.12, the exception that C's sys.exit raises has no code.
+    for names in (vars(sys), vars(sys.modules["__main__"])):
         names.update({name: _exit for name, value in names.items() if value is exit_})
 
     hook = threading.excepthook
 
     def thread_ended(ended: threading.ExceptHookArgs) -> None:
         global _thread
-        if not issubclass(ended.exc_type, SystemExit):  # which ends the thread only, normally
+        if not issubclass(ended.exc_type, SystemExit):  # a normal end of the thread
             _thread = _thread or (ended.thread.name if ended.thread else "without a name")
         hook(ended)
 
@@ -60,7 +61,7 @@ def watch() -> None:
 
 
 def failure() -> str | None:
-    """Why the script did not end normally, None if it did; for an `atexit` function."""
+    """The reason why the script did not end normally, or None. For use in an `atexit` function."""
     if _thread is not None:
         return f"an exception ended the thread {_thread}"
     if _status is not _UNKNOWN:
@@ -70,8 +71,8 @@ def failure() -> str | None:
     return None if last.startswith("RETURN") else "an exception ended the script"
 
 
-def handling() -> str | None:
-    """Why the script is about to end, where it is still running and handles an exception; None if it does not."""
+def handled_failure() -> str | None:
+    """The exception that the running script is handling, as a reason for a failure; None without one."""
     error = sys.exc_info()[1]
     normal = error is None or (isinstance(error, SystemExit) and _normal(error.code))
     return None if normal else f"{type(error).__name__} ended the script"

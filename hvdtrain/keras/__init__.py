@@ -1,6 +1,6 @@
-"""`import hvdtrain.keras as hvd` in place of `import horovod.keras as hvd`, for Keras 3, and our strategies.
+"""Drop-in module for `import horovod.keras as hvd`, for Keras 3 and with hvdtrain's strategies.
 
-Horovod's own optimizer and callbacks are for Keras 2; those here are ours, with Horovod's names and arguments.
+Horovod's optimizer and callbacks require Keras 2. This module has its own, with the same names and arguments.
 """
 
 from __future__ import annotations
@@ -23,23 +23,22 @@ from hvdtrain.tensorflow import elastic as elastic
 from hvdtrain.tensorflow import init as init
 from hvdtrain.tensorflow import log as log
 from hvdtrain.tensorflow import shutdown as shutdown
+from hvdtrain.tensorflow.tape import local_weights
 
-del callbacks  # noqa: F821 (Horovod's; ours has the same name)
+del callbacks  # noqa: F821 (Horovod's callbacks)
 from hvdtrain.keras import callbacks as callbacks  # noqa: E402
 
 
 def PartialDistributedOptimizer(optimizer: Any, *arguments: Any, local_layers: Any = None, **named: Any) -> Any:
-    """`DistributedOptimizer` that leaves the gradients of these layers' weights to each rank.
+    """Return a `DistributedOptimizer` that does not exchange the gradients of `local_layers`.
 
-    Raises ValueError for local layers that are none of Keras.
+    Raises ValueError if they are not layers of Keras.
     """
-    layers: Sequence[Any] = [local_layers] if isinstance(local_layers, _keras.layers.Layer) else local_layers or ()
-    if not all(isinstance(layer, _keras.layers.Layer) for layer in layers):
-        raise ValueError("local_layers: give layers of Keras")
-    made = DistributedOptimizer(optimizer, *arguments, **named)
-    for variable in (variable for layer in layers for variable in layer.trainable_weights):
-        made.register_local_var(variable)
-    return made
+    weights = local_weights(local_layers)
+    distributed = DistributedOptimizer(optimizer, *arguments, **named)
+    for variable in weights:
+        distributed.register_local_var(variable)
+    return distributed
 
 
 def load_model(
@@ -50,15 +49,15 @@ def load_model(
     legacy_opts: bool = False,
     **named: Any,
 ) -> Any:
-    """A saved model, its optimizer with its state as a `DistributedOptimizer`.
+    """Load a saved model and wrap its optimizer, with its state, in a `DistributedOptimizer`.
 
-    `custom_optimizers`, `custom_objects`: classes that Keras does not have. `named`: further arguments of
+    `custom_optimizers` and `custom_objects` are classes that Keras does not have. `named` are further arguments of
     `DistributedOptimizer`, such as strategy=.
     """
     if legacy_opts:
-        raise ValueError("legacy_opts: Keras 3 has no legacy optimizers")
-    known = {kind.__name__: kind for kind in custom_optimizers or ()} | (custom_objects or {})
-    model = _keras.models.load_model(filepath, custom_objects=known)
+        raise ValueError("Keras 3 has no legacy optimizers; hint: leave legacy_opts= out")
+    custom = {kind.__name__: kind for kind in custom_optimizers or ()} | (custom_objects or {})
+    model = _keras.models.load_model(filepath, custom_objects=custom)
     if model.optimizer is not None and not isinstance(model.optimizer, Distributed):
         model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, **named)
     return model

@@ -17,27 +17,26 @@ from hvdtrain.tensorflow.step import tensor
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Gives all ranks the variables of model and optimizer that one has, before the first step. If `fit` builds the
-    model in that step, the broadcast follows it; with a strategy that averages weights, ranks exchange nothing before.
+    """Broadcasts the variables of model and optimizer from one rank before the first step, and records each step.
 
-    With a strategy that lets weights differ for a while it makes them the same again at the end of each epoch. Ranks
-    that loaded their own exchange's state (`load_exchange_state`) go on from what they have: nothing is broadcast. It
-    writes each step to the run's records.
+    If `fit` builds the model in the first step, the broadcast follows that step. A strategy that averages weights does
+    not exchange before it, and averages them again at the end of each epoch. After `load_exchange_state` nothing is
+    broadcast.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
-        """`local_variables`: one or more that stay each rank's own. Raises ValueError for other things."""
+        """`local_variables`: a variable or several that are not broadcast. Raises ValueError for anything else."""
         super().__init__()
         self._root_rank, self._device, self._done = root_rank, device, False
         self._local: set[int] = set()
-        given = [local_variables] if isinstance(local_variables, tf.Variable | keras.Variable) else local_variables
-        for variable in given or ():
+        is_one = isinstance(local_variables, tf.Variable | keras.Variable)
+        for variable in [local_variables] if is_one else local_variables or ():
             if not isinstance(variable, tf.Variable | keras.Variable):
-                raise ValueError(f"local_variables: no variable: {variable!r}")
+                raise ValueError(f"local_variables has {variable!r}, which is not a variable")
             self.register_local_var(variable)
 
     def register_local_var(self, variable: Any) -> None:
-        """Leaves a variable out."""
+        """Exclude a variable from the broadcast."""
         self._local.add(id(tensor(variable)))
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -54,7 +53,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if isinstance(self.model.optimizer, Distributed):
             recorded.step(self.model.optimizer)
         steps = self.params.get("steps")
-        if steps and batch >= steps - 1:  # before the validation that Keras makes at the end of an epoch
+        if steps and batch >= steps - 1:  # before Keras' validation at the end of an epoch
             self._synchronize()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -79,13 +78,15 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             optimizer.synchronize_weights()
 
     def _optimizers(self) -> list[Distributed]:
-        every = {id(each): each for each in (self.model.optimizer, *vars(self.model).values())}  # a GAN has two
-        return [each for each in every.values() if isinstance(each, Distributed)]
+        unique = {id(each): each for each in (self.model.optimizer, *vars(self.model).values())}  # a GAN has two
+        return [each for each in unique.values() if isinstance(each, Distributed)]
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Means over ranks in place of each epoch's metrics; it goes before callbacks that read them. They are written to
-    the run's records."""
+    """Replaces each epoch's metrics by their means over ranks, and records them.
+
+    Must precede callbacks that read the metrics.
+    """
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
@@ -95,23 +96,24 @@ class MetricAverageCallback(keras.callbacks.Callback):
         if not logs:
             return
         names = sorted(logs)
-        own = [np.asarray(logs[name], np.float64) for name in names]  # of F1Score an array
+        values = [np.asarray(logs[name], np.float64) for name in names]  # F1Score is an array
         with tf.device(self._device):
-            flat = tf.constant(np.concatenate([each.ravel() for each in own]))
+            flat = tf.constant(np.concatenate([each.ravel() for each in values]))
             means = horovod.allreduce(flat, op=horovod.Average, name=f"MetricAverageCallback.{','.join(names)}")
-        parts = np.split(means.numpy(), np.cumsum([each.size for each in own])[:-1])
-        logs.update((name, part.reshape(each.shape)[()]) for name, part, each in zip(names, parts, own, strict=True))
+        pieces = np.split(means.numpy(), np.cumsum([each.size for each in values])[:-1])
+        for name, mean, value in zip(names, pieces, values, strict=True):
+            logs[name] = mean.reshape(value.shape)[()]
         recorded.epoch(epoch, logs)
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Sets the learning rate to `initial_lr` times `multiplier` from `start_epoch` until before `end_epoch`.
 
-    `multiplier`: a function of the epoch, or a number that is raised to the power of the epochs since the start.
-    `staircase`: once an epoch; else before each batch, with an epoch of so many `steps_per_epoch` as a fraction.
-    `momentum_correction` scales the momentum with a learning rate that changes (Goyal et al., "Accurate, large
-    minibatch SGD", 2017, remark 2). In Keras 3 the coefficient is part of the compiled step, so the velocities, which
-    contain the learning rate, are scaled instead.
+    `multiplier` is a function of the epoch, or a number that is raised to the power of the epochs since `start_epoch`.
+    With `staircase` the rate changes once per epoch. Otherwise it changes before each batch, and the epoch is a
+    fraction computed from `steps_per_epoch`. `momentum_correction` scales the momentum when the rate changes (Goyal et
+    al., "Accurate, large minibatch SGD", 2017, remark 2). Keras 3 compiles the coefficient into the step, so the
+    velocities are scaled instead, which contain the learning rate.
     """
 
     def __init__(
@@ -126,7 +128,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         if initial_lr is None:
-            raise ValueError("initial_lr: give the learning rate at the start")
+            raise ValueError("initial_lr is required")
         self._initial_lr, self._start, self._end = initial_lr, start_epoch, end_epoch
         self._staircase, self._momentum_correction = staircase, momentum_correction
         self.steps_per_epoch = steps_per_epoch
@@ -140,9 +142,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if not self._staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:
-                raise ValueError(
-                    f"{type(self).__name__}: Keras does not know the steps of an epoch: steps_per_epoch=..."
-                )
+                raise ValueError(f"{type(self).__name__}: the number of steps is unknown; hint: set steps_per_epoch=")
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
@@ -168,16 +168,18 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if np.float32(new) == np.float32(old):
             return
         optimizer.learning_rate = new
-        inner = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
-        scalable = isinstance(inner, keras.optimizers.SGD | keras.optimizers.RMSprop)  # the rate is in their velocities
+        inner = getattr(optimizer, "inner_optimizer", optimizer)  # LossScaleOptimizer has one
+        scalable = isinstance(inner, keras.optimizers.SGD | keras.optimizers.RMSprop)  # rate in velocities
         if self._momentum_correction and old and scalable and inner.momentum and inner.built:
             for velocity in getattr(inner, "momentums", None) or inner._momentums:  # SGD, RMSprop
                 velocity.assign(velocity * (new / old))
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate from `initial_lr / size` to `initial_lr` within `warmup_epochs`, batch by batch
-    (Goyal et al., 2017). `verbose`: rank 0 says when it is done."""
+    """Raises the learning rate from `initial_lr / size` to `initial_lr` within `warmup_epochs`, batch by batch.
+
+    See Goyal et al., 2017. With `verbose`, rank 0 reports the end of the warm-up.
+    """
 
     def __init__(
         self,
@@ -189,8 +191,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     ) -> None:
         def multiplier(epoch: float) -> float:
             assert self.steps_per_epoch
-            reached = epoch + 1 / self.steps_per_epoch  # so that epochs end with round numbers
-            return float((reached * (horovod.size() - 1) / warmup_epochs + 1) / horovod.size())
+            done = epoch + 1 / self.steps_per_epoch  # epochs end with integers
+            return float((done * (horovod.size() - 1) / warmup_epochs + 1) / horovod.size())
 
         super().__init__(
             initial_lr,

@@ -1,4 +1,4 @@
-"""The run folder of a Keras script: each step that callbacks see, and the logs of each epoch."""
+"""Records the steps and epochs of a Keras script in its run folder."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from hvdtrain.tensorflow.recorded import Recorded
 
 
 def step(optimizer: Any) -> None:
-    """Records a step of a `DistributedOptimizer` that is done just now. Collective the first time."""
+    """Record a step of a `DistributedOptimizer` that has just ended. Collective the first time."""
     state = optimizer._hvd_state
     if optimizer._hvd_settings.process_set.process_set_id:
-        return  # others may train something else
+        return  # other ranks may train another model
     if state.recorded is None:
         state.recorded = Recorded(state.step, optimizer._trainable_variables)
     state.recorded.done(float(keras.ops.convert_to_numpy(optimizer.learning_rate)))
 
 
 def epoch(number: int, logs: dict[str, Any]) -> None:
-    """Records an epoch. Keras' names without val_ are those of the training; what cannot be a score is left out."""
-    told = {}
+    """Record an epoch. Keras' names without val_ belong to the training. Logs that cannot be scores are left out."""
+    scores = {}
     for key, value in logs.items():
         part, name = ("val_", key[4:]) if key.startswith("val_") else ("train_", key)
         score = re.sub("[^a-z0-9_]+", "_", name.lower())
         if name == "loss":
-            told[key] = value
+            scores[key] = value
         elif name != "lr" and np.ndim(value) == 0 and metrics.NAME.fullmatch(score):
-            told[part + score] = value
-    record.log(epoch=number, **told)
+            scores[part + score] = value
+    record.log(epoch=number, **scores)

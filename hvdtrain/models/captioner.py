@@ -6,16 +6,12 @@ It is the "merge" model of Lucero (2022), in which image and words are combined 
     words  (N, T)        embedding of E values; dropout; LSTM                -> H   at each of the T positions
     both                 sum; linear, ReLU; linear; softmax                  -> probabilities of the next word
 
-Encoders: `vgg16` takes 4,096 precomputed values per image (fc2 of VGG16, which is not trained and not part of this
-model). `small` is a convolutional network that is trained too. `none` uses no image: its encoded image is 0, which
-shows how far the words alone lead.
+Encoders: `vgg16` takes 4,096 precomputed values per image. `small` is a convolutional network that is trained too: it
+halves the image four times (3x3 convolution with stride 2, padding 1, ReLU), and its maps are flattened in the order
+height, width, channel. `none` uses no image: its encoded image is 0, which shows how far the words alone lead.
 
-`small` halves the image four times (3x3 convolution with stride 2, padding 1, ReLU). Its last maps are flattened in the
-order height, width, channel. They are not averaged, because positions matter in a caption.
-
-The study trained on one row per word: the words before it, padded on the left with masked zeros. Here a caption is one
-row, and one pass gives the loss of all its words. This is equivalent, since the LSTM looks back only. Padding is at the
-end, where only the loss must ignore it.
+The study trained on one row per word. Here a caption is one row, and one pass gives the loss of all its words, which is
+equivalent since the LSTM looks back only. Padding is at the end, where only the loss must ignore it.
 
 Names and shapes are PyTorch's: convolutions (out, in, height, width), linear (out, in), and the gates of the LSTM in
 the order input, forget, cell, output. The LSTM has one bias.
@@ -23,12 +19,14 @@ the order input, forget, cell, output. The LSTM has one bias.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from dataclasses import dataclass
 from typing import Literal
 
-from hvdtrain.models.layers import Arrays, Layer, Shapes, glorot, uniform
+from hvdtrain.config.constraints import Checked, bounded
+from hvdtrain.models.layers import Arrays, Layer, Shapes, glorot, select, uniform
 from hvdtrain.system.exits import BAD_CONFIG, Failure
 
 PAD = 0
@@ -41,38 +39,29 @@ COLOURS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaptionerSpec:
+class CaptionerSpec(Checked):
     """Sizes of the model. Raises Failure (BAD_CONFIG) for invalid values."""
 
-    vocabulary: int
+    vocabulary: int = bounded(dataclasses.MISSING, least=5)
     """Number of words, including the four special ones (padding, start, end, unknown)."""
     encoder: Literal["small", "vgg16", "none"]
     """Image encoder; see the module's docstring."""
     image_size: tuple[int, int] = (64, 64)
     """(width, height) in pixels of the images for encoder `small`."""
-    features: int = 4096
+    features: int = bounded(4096, least=1)
     """Values per image of encoder `vgg16`."""
-    embedding: int = 256
+    embedding: int = bounded(256, least=1)
     """Size of a word's embedding."""
-    hidden: int = 256
+    hidden: int = bounded(256, least=1)
     """Size of the LSTM and of the layers after it."""
-    dropout: float = 0.5
+    dropout: float = bounded(0.5, least=0, below=1)
     """Dropout in training, before the image layer and before the LSTM."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "image_size", tuple(self.image_size))  # JSON contains a list
-        if self.encoder not in ("small", "vgg16", "none"):
-            raise Failure(f"model: unknown encoder '{self.encoder}'; hint: give small, vgg16 or none", BAD_CONFIG)
-        if self.vocabulary < 5:
-            message = f"model: a vocabulary of {self.vocabulary} words"
-            raise Failure(f"{message}; hint: at least 5 are needed (four special words and one)", BAD_CONFIG)
-        for name in ("features", "embedding", "hidden"):
-            if (value := getattr(self, name)) < 1:
-                raise Failure(f"model: {name} is {value}, but must be at least 1", BAD_CONFIG)
+        super().__post_init__()
         if len(self.image_size) != 2 or min(self.image_size) < 1:
             raise Failure(f"model: image_size is {self.image_size}; hint: give positive width and height", BAD_CONFIG)
-        if not 0 <= self.dropout < 1:
-            raise Failure(f"model: dropout is {self.dropout}, but must be from 0 to below 1", BAD_CONFIG)
 
 
 def image_values(spec: CaptionerSpec) -> int:
@@ -115,8 +104,7 @@ def layer_shapes(spec: CaptionerSpec) -> dict[str, Shapes]:
 
 def parameters(spec: CaptionerSpec, stage: range | None = None) -> Shapes:
     """Name and shape of every trained array, in the order of the layers; `stage`: only these layers."""
-    shapes = list(layer_shapes(spec).values())
-    return {name: shape for number in stage or range(len(shapes)) for name, shape in shapes[number].items()}
+    return select(layer_shapes(spec), stage)
 
 
 def layers(spec: CaptionerSpec, words: int) -> list[Layer]:
@@ -161,8 +149,7 @@ def initial_state(spec: CaptionerSpec, seed: int, stage: range | None = None) ->
     The distributions are those of Keras, which the study used: the embedding is uniform within +-0.05; biases are 0,
     except 1 for the forget gate (Jozefowicz, Zaremba, Sutskever: "An empirical exploration of recurrent network
     architectures", ICML 2015); everything else is Glorot's (see `layers.glorot`). One exception: `lstm.weight_hh` is
-    Glorot's instead of orthogonal, because a decomposition rounds differently on different machines. ~ Raises Failure
-    (BAD_CONFIG) for a negative seed.
+    Glorot's instead of orthogonal, because a decomposition rounds differently on different machines.
     """
     shapes, table = parameters(spec, stage), "embedding.weight"
     state = glorot(seed, {name: shape for name, shape in shapes.items() if name != table})

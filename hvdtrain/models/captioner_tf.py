@@ -76,12 +76,7 @@ class CaptionerTF(Held):
     def step(
         self, encoded: np.ndarray, words: np.ndarray, hidden: np.ndarray, cell: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Advances captions by one word, without dropout: log-probabilities (N, vocabulary) of the next word, and the
-        LSTM's new state.
-
-        encoded (N, hidden) comes from `encode`; words (N,) int64 are the last ones; hidden and cell (N, hidden) are
-        zeros before the first word. All except words are float32.
-        """
+        """Advances captions by one word, without dropout: see `hvdtrain.captions.generation.Writer`."""
         log_probabilities, h, c = self._step_graph(*(tf.constant(array) for array in (encoded, words, hidden, cell)))
         return log_probabilities.numpy(), h.numpy(), c.numpy()
 

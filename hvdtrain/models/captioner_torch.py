@@ -59,12 +59,7 @@ class CaptionerTorch(Named):
     def step(
         self, encoded: np.ndarray, words: np.ndarray, hidden: np.ndarray, cell: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Advances captions by one word, without dropout: log-probabilities (N, vocabulary) of the next word, and the
-        LSTM's new state.
-
-        encoded (N, hidden) comes from `encode`; words (N,) int64 are the last ones; hidden and cell (N, hidden) are
-        zeros before the first word. All except words are float32.
-        """
+        """Advances captions by one word, without dropout: see `hvdtrain.captions.generation.Writer`."""
         image, last, h, c = (self._tensor(array) for array in (encoded, words, hidden, cell))
         embedded = F.embedding(last, self._array("embedding.weight"))
         h, c = torch.lstm_cell(embedded, (h, c), *self._lstm_arrays())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,6 +55,12 @@ def grouped(children: Iterable[tuple[Layer, bool, bool]]) -> tuple[list[Layer], 
         layers.append(child)
         learning |= learns
     return layers, begins
+
+
+def select(layers: Mapping[str, Shapes], stage: range | None) -> Shapes:
+    """Name and shape of every array of these layers, in order; None: of all layers."""
+    shapes = list(layers.values())
+    return {name: shape for number in stage or range(len(shapes)) for name, shape in shapes[number].items()}
 
 
 def stream(seed: int, name: str) -> np.random.Generator:

@@ -41,9 +41,9 @@ class Held(tf.Module):
     of models are always float32.
     """
 
-    def __init__(self, parameters: Shapes, compute_dtype: tf.DType, scope: Scope) -> None:
+    def __init__(self, parameters: Shapes, compute_dtype: tf.DType | str, scope: Scope) -> None:
         super().__init__()
-        self.compute_dtype = compute_dtype
+        self.compute_dtype = tf.as_dtype(compute_dtype)
         with scope or contextlib.nullcontext():
             self.weights = {name: variable(name, shape) for name, shape in parameters.items()}
 

@@ -1,9 +1,4 @@
-"""Description of a multilayer perceptron for both frameworks: sizes, array shapes and initial values.
-
-    inputs (N, inputs)
-      hidden layers     linear, ReLU
-      last layer        linear
-    outputs (N, outputs): logits of classes, or predicted numbers
+"""Description of a multilayer perceptron for both frameworks: linear layers with ReLUs between them.
 
 Names and shapes are PyTorch's: layers.0.weight (out, in), layers.0.bias (out,), layers.1.weight ...
 """
@@ -72,7 +67,6 @@ def multiply_adds(spec: MLPSpec) -> float:
 def initial_state(spec: MLPSpec, seed: int, stage: range | None = None) -> Arrays:
     """Parameters before the first step, float32; a pure function of `spec` and `seed`. `stage`: only these layers.
 
-    The distributions are those of Keras, which Martin (2019) used (see `layers.glorot`). Raises Failure (BAD_CONFIG)
-    for a negative seed.
+    The distributions are those of Keras, which Martin (2019) used.
     """
     return glorot(seed, parameters(spec, stage))

@@ -1,8 +1,6 @@
-"""The multilayer perceptron in TensorFlow: the layers of `mlp.py`, and two losses."""
+"""The multilayer perceptron in TensorFlow: the layers of `mlp.py`, and its losses."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
@@ -10,8 +8,6 @@ import tensorflow as tf
 from hvdtrain.models.layers_tf import Held, Scope
 from hvdtrain.models.mlp import MLPSpec, parameters
 from hvdtrain.models.own_tf import errors
-
-Loss = Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, dict[str, tf.Tensor]]]
 
 
 def cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
@@ -23,26 +19,32 @@ def cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, dict
     return tf.reduce_sum(losses), {"confusion": counts}
 
 
-def squared_error(outputs: tf.Tensor, targets: tf.Tensor) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-    """Sum of the squared errors, and the sums of `metrics.Regression`; outputs (N, 1), targets (N,) or (N, 1)."""
-    sums = {name: tf.reduce_sum(values) for name, values in errors(outputs, targets).items()}
-    return tf.reduce_sum((tf.reshape(outputs, tf.shape(targets)) - targets) ** 2), sums
+def forecast_error(outputs: tf.Tensor, targets: tf.Tensor) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+    """Sum of the squared errors, and the sums of `hvdtrain.solar.Forecast`; outputs (N, 1), targets (N, 2): the reading
+    to predict, and the last one of the window."""
+    truth, last = tf.unstack(targets, 2, 1)
+    sums = {name: tf.reduce_sum(values) for name, values in errors(outputs, truth).items()}
+    persistence = tf.reduce_sum((tf.cast(last, tf.float64) - tf.cast(truth, tf.float64)) ** 2)
+    return tf.reduce_sum((outputs[:, 0] - truth) ** 2), sums | {"persistence": persistence}
+
+
+LOSSES = {"cross_entropy": cross_entropy, "forecast_error": forecast_error}
 
 
 class MLPTF(Held):
-    """The network of `spec`, trained by `loss`: `cross_entropy` or `squared_error`. See `layers_tf.Held`."""
+    """The network of `spec`, trained by a loss of `LOSSES`. See `layers_tf.Held`."""
 
     def __init__(
         self,
         spec: MLPSpec,
-        loss: Loss,
+        loss: str,
         compute_dtype: tf.DType = tf.float32,
         scope: Scope = None,
         stage: range | None = None,
     ) -> None:
         """`stage`: only these layers (`mlp.layers`)."""
         super().__init__(parameters(spec, stage), compute_dtype, scope)
-        self._loss, self._numbers = loss, list(stage or range(len(spec.sizes) - 1))
+        self._loss, self._numbers = LOSSES[loss], list(stage or range(len(spec.sizes) - 1))
 
     def __call__(self, x: tf.Tensor, *_: tf.Tensor, training: bool = False) -> tf.Tensor:
         """(N, outputs) float32 of x (N, inputs); for a stage, its output for the previous stage's output."""

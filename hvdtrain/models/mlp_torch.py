@@ -1,9 +1,8 @@
-"""The multilayer perceptron in PyTorch: the layers of `mlp.py`, and two losses."""
+"""The multilayer perceptron in PyTorch: the layers of `mlp.py`, and its losses."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import cast
 
 import numpy as np
@@ -15,8 +14,6 @@ from torch.nn.utils import skip_init
 from hvdtrain.models.mlp import MLPSpec
 from hvdtrain.models.own_torch import errors
 
-Loss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
-
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum of the cross-entropies of logits (N, classes), and the sums of `metrics.Confusion`; labels (N,) int64."""
@@ -25,25 +22,31 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Ten
     return F.cross_entropy(logits, labels, reduction="sum"), {"confusion": counts}
 
 
-def squared_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sum of the squared errors, and the sums of `metrics.Regression`; outputs (N, 1), targets (N,) or (N, 1)."""
-    sums = {name: values.sum() for name, values in errors(outputs.detach(), targets).items()}
-    return F.mse_loss(outputs.reshape(targets.shape), targets, reduction="sum"), sums
+def forecast_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum of the squared errors, and the sums of `hvdtrain.solar.Forecast`; outputs (N, 1), targets (N, 2): the reading
+    to predict, and the last one of the window."""
+    truth, last = targets.unbind(1)
+    sums = {name: values.sum() for name, values in errors(outputs.detach(), truth).items()}
+    sums["persistence"] = (last.double() - truth.double()).square().sum()
+    return F.mse_loss(outputs[:, 0], truth, reduction="sum"), sums
+
+
+LOSSES = {"cross_entropy": cross_entropy, "forecast_error": forecast_error}
 
 
 class MLPTorch(nn.Module):
-    """The network of `spec`, trained by `loss`: `cross_entropy` or `squared_error`.
+    """The network of `spec`, trained by a loss of `LOSSES`.
 
     `state_dict()` has exactly the names and shapes of `mlp.parameters`. Its values are undefined until they are loaded.
     """
 
-    def __init__(self, spec: MLPSpec, loss: Loss, stage: range | None = None) -> None:
+    def __init__(self, spec: MLPSpec, loss: str, stage: range | None = None) -> None:
         """`stage`: only these layers (`mlp.layers`)."""
         super().__init__()
         sizes = list(itertools.pairwise(spec.sizes))
         numbers = stage or range(len(sizes))
         self.layers = nn.ModuleDict({str(number): skip_init(nn.Linear, *sizes[number]) for number in numbers})
-        self._loss = loss
+        self._loss = LOSSES[loss]
 
     def forward(self, x: Tensor, *_: Tensor) -> Tensor:
         """(N, outputs) float32 of x (N, inputs); for a stage, its output for the previous stage's output."""

@@ -18,13 +18,13 @@ Names and shapes are torchvision's (`resnet34`): convolutions (out, in, height, 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
-from hvdtrain.models.layers import Arrays, Layer, Shapes, stream, uniform
-from hvdtrain.system.exits import BAD_CONFIG, Failure
+from hvdtrain.config.constraints import Checked, bounded
+from hvdtrain.models.layers import Arrays, Layer, Shapes, select, stream, uniform
 
 NORM_EPSILON = 1e-5
 """Added to the variance in every BatchNorm."""
@@ -35,37 +35,26 @@ NORM_MOMENTUM = 0.1
 POOL_SIZE, POOL_STRIDE = 3, 2
 """Window and stride of the stem's max pooling."""
 
+STEM_CHANNELS = 64
+STAGES = {"layer1": (64, 3, 1), "layer2": (128, 4, 2), "layer3": (256, 6, 2), "layer4": (512, 3, 2)}
+"""Rows of the paper's table: output channels at width 1, number of blocks, stride of the first one."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class ResNetSpec:
+class ResNetSpec(Checked):
     """Sizes of the network. Raises Failure (BAD_CONFIG) for invalid values."""
 
-    channels: int = 3
+    channels: int = bounded(3, least=1)
     """Channels of the images: 1 for gray, 3 for colour."""
-    classes: int = 1000
+    classes: int = bounded(1000, least=1)
     """Number of logits per image."""
-    width: float = 1.0
+    width: float = bounded(1.0, least=1 / STEM_CHANNELS, most=64)
     """Factor on the channels of every layer: 1.0 is ResNet-34; 0.25 has a sixteenth of its parameters."""
     zero_gamma: bool = False
     """Start the last BatchNorm scale of each block at 0, so that blocks start as their shortcuts (arXiv:1706.02677)."""
 
-    def __post_init__(self) -> None:
-        for name in ("channels", "classes"):
-            if (value := getattr(self, name)) < 1:
-                raise Failure(f"model: {name} is {value}, but must be at least 1", BAD_CONFIG)
-        if not 1 / STEM_CHANNELS <= self.width <= MOST_WIDTH:
-            limits = f"from {1 / STEM_CHANNELS:g} (one channel) to {MOST_WIDTH}"
-            raise Failure(f"model: width is {self.width}; hint: give a value {limits}; 1.0 is ResNet-34", BAD_CONFIG)
-
 
 # --- the layer plan ---------------------------------------------------------------------------------------------------
-
-
-STEM_CHANNELS = 64
-MOST_WIDTH = 64
-"""Gives 87 billion parameters"""
-STAGES = {"layer1": (64, 3, 1), "layer2": (128, 4, 2), "layer3": (256, 6, 2), "layer4": (512, 3, 2)}
-"""Rows of the paper's table: output channels at width 1, number of blocks, stride of the first one."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +73,23 @@ class ConvNorm:
         """Zeros added on each of the four sides."""
         return self.size // 2
 
-    def multiply_adds(self, height: int, width: int) -> int:
-        """Multiply-adds for one image with outputs of this size."""
-        return self.inputs * self.outputs * self.size**2 * height * width
+    @property
+    def trained(self) -> Shapes:
+        """Names and shapes of the trained arrays."""
+        kernel = (self.outputs, self.inputs, self.size, self.size)
+        channels = (self.outputs,)
+        return {f"{self.conv}.weight": kernel, f"{self.norm}.weight": channels, f"{self.norm}.bias": channels}
+
+    @property
+    def running(self) -> Shapes:
+        """Names and shapes of the running statistics."""
+        return {f"{self.norm}.running_{kind}": (self.outputs,) for kind in ("mean", "var")}
 
 
 @dataclass(frozen=True)
 class Block:
     """relu(second(relu(first(x))) + shortcut(x)); a shortcut of None is the identity."""
 
-    name: str
     first: ConvNorm
     second: ConvNorm
     shortcut: ConvNorm | None
@@ -101,98 +97,77 @@ class Block:
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole network: stem, blocks in order, and the linear layer `fc`, from `features` to the classes."""
+    """The whole network: stem, blocks by name, and the linear layer `fc`, from `features` to the classes."""
 
     stem: ConvNorm
-    blocks: tuple[Block, ...]
+    blocks: dict[str, Block]
     features: int
 
     @property
-    def rows(self) -> tuple[tuple[str, tuple[ConvNorm, ...]], ...]:
-        """The stem and each block, with their convolutions in torchvision's order."""
-        blocks = [(block.name, (block.first, block.second, block.shortcut)) for block in self.blocks]
-        return (("stem", (self.stem,)), *((name, tuple(filter(None, layers))) for name, layers in blocks))
-
-    @property
-    def convolutions(self) -> tuple[ConvNorm, ...]:
-        """Every convolution with its BatchNorm, in torchvision's order."""
-        return tuple(chain.from_iterable(layers for _, layers in self.rows))
+    def layers(self) -> dict[str, list[ConvNorm]]:
+        """The convolutions of the stem and of each block, in torchvision's order."""
+        blocks = {name: (block.first, block.second, block.shortcut) for name, block in self.blocks.items()}
+        return {"stem": [self.stem]} | {name: [layer for layer in block if layer] for name, block in blocks.items()}
 
 
 def plan(spec: ResNetSpec) -> Plan:
     """The layer plan of `spec`."""
     inputs = round(STEM_CHANNELS * spec.width)
     stem = ConvNorm("conv1", "bn1", spec.channels, inputs, size=7, stride=2)
-    blocks = []
-    for name, (channels, count, stride) in STAGES.items():
+    blocks = {}
+    for stage, (channels, count, first_stride) in STAGES.items():
         outputs = round(channels * spec.width)
         for number in range(count):
-            blocks.append(_block(f"{name}.{number}", inputs, outputs, stride if number == 0 else 1))
+            name, stride = f"{stage}.{number}", 1 if number else first_stride
+            shortcut = ConvNorm(f"{name}.downsample.0", f"{name}.downsample.1", inputs, outputs, size=1, stride=stride)
+            blocks[name] = Block(
+                first=ConvNorm(f"{name}.conv1", f"{name}.bn1", inputs, outputs, size=3, stride=stride),
+                second=ConvNorm(f"{name}.conv2", f"{name}.bn2", outputs, outputs, size=3, stride=1),
+                shortcut=None if (inputs, stride) == (outputs, 1) else shortcut,
+            )
             inputs = outputs
-    return Plan(stem, tuple(blocks), features=inputs)
-
-
-def _block(name: str, inputs: int, outputs: int, stride: int) -> Block:
-    shortcut = ConvNorm(f"{name}.downsample.0", f"{name}.downsample.1", inputs, outputs, size=1, stride=stride)
-    return Block(
-        name,
-        first=ConvNorm(f"{name}.conv1", f"{name}.bn1", inputs, outputs, size=3, stride=stride),
-        second=ConvNorm(f"{name}.conv2", f"{name}.bn2", outputs, outputs, size=3, stride=1),
-        shortcut=None if (inputs, stride) == (outputs, 1) else shortcut,
-    )
+    return Plan(stem, blocks, features=inputs)
 
 
 # --- the arrays -------------------------------------------------------------------------------------------------------
 
 
-def _trained(layer: ConvNorm) -> Shapes:
-    return {
-        f"{layer.conv}.weight": (layer.outputs, layer.inputs, layer.size, layer.size),
-        f"{layer.norm}.weight": (layer.outputs,),
-        f"{layer.norm}.bias": (layer.outputs,),
-    }
-
-
-def _running(layer: ConvNorm) -> Shapes:
-    return {f"{layer.norm}.running_mean": (layer.outputs,), f"{layer.norm}.running_var": (layer.outputs,)}
-
-
-def _convolutions(spec: ResNetSpec, stage: range | None) -> list[ConvNorm]:
-    """The convolutions of these layers, or of all for None."""
-    rows = plan(spec).rows
-    return [layer for number, (_, layers) in enumerate(rows) if stage is None or number in stage for layer in layers]
+def _joined(shapes: Iterable[Shapes]) -> Shapes:
+    return {name: shape for part in shapes for name, shape in part.items()}
 
 
 def parameters(spec: ResNetSpec, stage: range | None = None) -> Shapes:
     """Name and shape of every trained array, in torchvision's order; `stage`: only these layers."""
-    network, shapes = plan(spec), Shapes()
-    for layer in _convolutions(spec, stage):
-        shapes |= _trained(layer)
-    if stage is None or len(network.rows) in stage:
-        shapes |= {"fc.weight": (spec.classes, network.features), "fc.bias": (spec.classes,)}
-    return shapes
+    network = plan(spec)
+    last: Shapes = {"fc.weight": (spec.classes, network.features), "fc.bias": (spec.classes,)}
+    layers = {name: _joined(layer.trained for layer in layers) for name, layers in network.layers.items()}
+    return select(layers | {"fc": last}, stage)
 
 
 def buffers(spec: ResNetSpec, stage: range | None = None) -> Shapes:
     """Name and shape of every BatchNorm running statistic, in torchvision's order; `stage`: only these layers."""
-    shapes = Shapes()
-    for layer in _convolutions(spec, stage):
-        shapes |= _running(layer)
-    return shapes
+    layers = {name: _joined(layer.running for layer in layers) for name, layers in plan(spec).layers.items()}
+    return select(layers | {"fc": {}}, stage)
 
 
 def layers(spec: ResNetSpec, height: int, width: int) -> list[Layer]:
     """The network as a sequence of layers, for images of this size: the stem, each block, and `fc`."""
     network, result = plan(spec), list[Layer]()
-    for name, convolutions in network.rows:
+    for name, convolutions in network.layers.items():
         height, width = (-(-side // convolutions[0].stride) for side in (height, width))
-        work = sum(layer.multiply_adds(height, width) for layer in convolutions)
-        held = sum(2 * layer.outputs for layer in convolutions) * height * width  # outputs of convolutions and norms
+        kernels = sum(layer.inputs * layer.outputs * layer.size**2 for layer in convolutions)
+        pixels, channels = height * width, sum(layer.outputs for layer in convolutions)
         if name == "stem":
             height, width = (-(-side // POOL_STRIDE) for side in (height, width))
-        arrays = [array for layer in convolutions for array in (*_trained(layer), *_running(layer))]
-        output = (height, width, convolutions[0].outputs)
-        result.append(Layer(name=name, arrays=tuple(arrays), output=output, multiply_adds=work, held=held))
+        result.append(
+            Layer(
+                name=name,
+                arrays=tuple(_joined(layer.trained | layer.running for layer in convolutions)),
+                output=(height, width, convolutions[0].outputs),
+                multiply_adds=kernels * pixels,
+                held=2 * channels * pixels,  # outputs of convolutions and norms
+            )
+        )
     last = Layer(
         name="fc",
         arrays=("fc.weight", "fc.bias"),
@@ -205,7 +180,7 @@ def layers(spec: ResNetSpec, height: int, width: int) -> list[Layer]:
 def multiply_adds(spec: ResNetSpec, height: int, width: int) -> float:
     """Mean multiply-adds of a convolution for one image, forward; used to choose the number of threads."""
     work = sum(layer.multiply_adds for layer in layers(spec, height, width)[:-1])
-    return work / len(plan(spec).convolutions)
+    return work / sum(map(len, plan(spec).layers.values()))
 
 
 def initial_state(spec: ResNetSpec, seed: int, stage: range | None = None) -> Arrays:
@@ -219,7 +194,7 @@ def initial_state(spec: ResNetSpec, seed: int, stage: range | None = None) -> Ar
     Raises Failure (BAD_CONFIG) for a negative seed.
     """
     network = plan(spec)
-    zeros = {f"{block.second.norm}.weight" for block in network.blocks if spec.zero_gamma}
+    zeros = {f"{block.second.norm}.weight" for block in network.blocks.values() if spec.zero_gamma}
     state: Arrays = {}
     for name, shape in (parameters(spec, stage) | buffers(spec, stage)).items():
         if len(shape) == 4:

@@ -27,7 +27,7 @@ class ResNetTF(Held):
         shapes = resnet.buffers(spec, stage)
         self.buffers = {name: variable(name, shape, trainable=False) for name, shape in shapes.items()}
         self.statistics = dict.fromkeys(self.buffers, resnet.NORM_MOMENTUM)
-        blocks = [functools.partial(self._block, block) for block in network.blocks]
+        blocks = [functools.partial(self._block, block) for block in network.blocks.values()]
         layers: list[Layer] = [functools.partial(self._stem, network.stem), *blocks, self._head]
         self._layers = [layers[number] for number in stage or range(len(layers))]
 

@@ -21,7 +21,7 @@ class ResNetTorch(Named):
         super().__init__(resnet.parameters(spec, stage), resnet.buffers(spec, stage))
         network = resnet.plan(spec)
         self.statistics = dict.fromkeys(resnet.buffers(spec, stage), resnet.NORM_MOMENTUM)
-        blocks = [functools.partial(self._block, block) for block in network.blocks]
+        blocks = [functools.partial(self._block, block) for block in network.blocks.values()]
         layers: list[Callable[[Tensor], Tensor]] = [functools.partial(self._stem, network.stem), *blocks, self._head]
         self._layers = [layers[number] for number in stage or range(len(layers))]
 

@@ -10,8 +10,6 @@ has layers of 1600 and 800. The third layer has 13 * 2^k units, since the study 
       dense1     linear, ReLU; dropout 0.5             -> 128
       dense2     linear
     outputs (N, 1)
-
-Names and shapes are PyTorch's: convolutions (out, in, height, width), linear (out, in).
 """
 
 from __future__ import annotations
@@ -20,7 +18,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from hvdtrain.models.layers import Arrays, Layer, Shapes, glorot
+from hvdtrain.config.constraints import Checked, bounded
+from hvdtrain.models.layers import Arrays, Layer, Shapes, glorot, select
 from hvdtrain.system.exits import BAD_CONFIG, Failure
 
 CHANNELS = (32, 64)
@@ -39,18 +38,17 @@ def pyramid(name: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CNNSpec:
+class CNNSpec(Checked):
     """Sizes of the CNN. Raises Failure (BAD_CONFIG) for invalid values."""
 
-    side: int = 50
+    side: int = bounded(50, least=SMALLEST)
     """Width and height of a map in pixels"""
     dropout: tuple[float, float] = (0.25, 0.5)
     """Dropout before each of the two linear layers"""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dropout", tuple(self.dropout))  # JSON contains a list
-        if self.side < SMALLEST:
-            raise Failure(f"model: maps of {self.side}x{self.side} pixels; hint: {SMALLEST} is the minimum", BAD_CONFIG)
+        super().__post_init__()
         if len(self.dropout) != 2 or not all(0 <= share < 1 for share in self.dropout):
             raise Failure(f"model: dropout is {self.dropout}; hint: give two shares from 0 to below 1", BAD_CONFIG)
 
@@ -79,8 +77,7 @@ def layer_shapes(spec: CNNSpec) -> dict[str, Shapes]:
 
 def parameters(spec: CNNSpec, stage: range | None = None) -> Shapes:
     """Name and shape of every trained array, in the order of the layers; `stage`: only these layers."""
-    shapes = list(layer_shapes(spec).values())
-    return {name: shape for number in stage or range(len(shapes)) for name, shape in shapes[number].items()}
+    return select(layer_shapes(spec), stage)
 
 
 def layers(spec: CNNSpec) -> list[Layer]:
@@ -115,7 +112,6 @@ def multiply_adds(spec: CNNSpec) -> float:
 def initial_state(spec: CNNSpec, seed: int, stage: range | None = None) -> Arrays:
     """Parameters before the first step, float32; a pure function of `spec` and `seed`. `stage`: only these layers.
 
-    The distributions are those of Keras, which the study used (see `layers.glorot`). Raises Failure (BAD_CONFIG) for a
-    negative seed.
+    The distributions are those of Keras, which the study used.
     """
     return glorot(seed, parameters(spec, stage))

@@ -1,21 +1,12 @@
-"""The CNN of `solar.py` in TensorFlow, and the loss of all solar networks."""
+"""The CNN of `solar.py` in TensorFlow."""
 
 from __future__ import annotations
 
 import tensorflow as tf
 
 from hvdtrain.models.layers_tf import Held, Scope, dropped
-from hvdtrain.models.mlp_tf import squared_error
+from hvdtrain.models.mlp_tf import forecast_error
 from hvdtrain.models.solar import CHANNELS, POOL, CNNSpec, parameters, sides
-
-
-def forecast_error(outputs: tf.Tensor, targets: tf.Tensor) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-    """Sum of the squared errors, and the sums of `hvdtrain.solar.Forecast`; outputs (N, 1), targets (N, 2): the reading
-    to predict, and the last one of the window."""
-    truth, last = tf.unstack(targets, 2, 1)
-    loss, sums = squared_error(outputs, truth)
-    persistence = tf.reduce_sum((tf.cast(last, tf.float64) - tf.cast(truth, tf.float64)) ** 2)
-    return loss, sums | {"persistence": persistence}
 
 
 class CNNTF(Held):

@@ -1,4 +1,4 @@
-"""The CNN of `solar.py` in PyTorch, and the loss of all solar networks."""
+"""The CNN of `solar.py` in PyTorch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hvdtrain.models.layers_torch import Named, dropped
-from hvdtrain.models.mlp_torch import squared_error
+from hvdtrain.models.mlp_torch import forecast_error
 from hvdtrain.models.solar import POOL, CNNSpec, parameters
-
-
-def forecast_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sum of the squared errors, and the sums of `hvdtrain.solar.Forecast`; outputs (N, 1), targets (N, 2): the reading
-    to predict, and the last one of the window."""
-    truth, last = targets.unbind(1)
-    loss, sums = squared_error(outputs, truth)
-    return loss, sums | {"persistence": (last.double() - truth.double()).square().sum()}
 
 
 class CNNTorch(Named):

@@ -1,7 +1,6 @@
 """Description of VGG16 up to its second fully connected layer: layer plan, array shapes, preprocessing.
 
-Simonyan, Zisserman: "Very deep convolutional networks for large-scale image recognition", ICLR 2015
-(arXiv:1409.1556), configuration D. The last of its 16 layers, which classifies ImageNet, is left out:
+Simonyan, Zisserman (ICLR 2015, arXiv:1409.1556), configuration D, without the layer that classifies ImageNet:
 
     images (N, 224, 224, 3) uint8, RGB
       5 stages   of 2, 2, 3, 3, 3 convolutions 3x3 / 1, each with ReLU; a stage ends with 2x2 max pooling / 2
@@ -9,9 +8,8 @@ Simonyan, Zisserman: "Very deep convolutional networks for large-scale image rec
       2 layers   fully connected, 4096 each, each with ReLU
     features (N, 4096) float32, none negative
 
-The network is frozen: it computes features once and is not trained, so nothing of it is exchanged between ranks.
-`vgg16_torch.py` and `vgg16_tf.py` follow `LAYERS`; `vgg16_weights.py` imports published weights.
-Names and shapes are torchvision's (`vgg16`): convolutions (out, in, height, width), linear (out, in).
+The network is frozen, so nothing of it is exchanged between ranks. Names and shapes are torchvision's (`vgg16`):
+convolutions (out, in, height, width), linear (out, in).
 """
 
 from __future__ import annotations

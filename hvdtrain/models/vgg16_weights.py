@@ -6,21 +6,16 @@
                 such as `block1_conv1/kernel`; Keras 2 appended `:0`
 
 **Output**: safetensors with torchvision's names and shapes, float32, without the last layer. Its metadata contains the
-schema, the preprocessing of the training, the source's name and SHA-256, and a digest of the arrays. Equal weights have
-equal digests, whatever file they came from.
+preprocessing of the training and a digest of the arrays, which does not depend on the kind of source.
 
-Keras stores convolutions as (height, width, in, out) and linear layers as (in, out), and flattens images with channels
-last. torchvision stores (out, in, height, width) and (out, in), and flattens channels first, so the inputs of the first
-linear layer are reordered. torchvision's weights expect its own normalization of RGB, and those from Keras expect
-Caffe's of BGR (see `vgg16.PREPROCESSING`).
+Keras flattens images with channels last and torchvision with channels first, so the inputs of the first linear layer
+are reordered. Both kinds of weights expect their own preprocessing (see `vgg16.PREPROCESSING`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
-import math
 import os
 import re
 import secrets
@@ -34,11 +29,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.data.images import check_destination
 from hvdtrain.models.layers import Arrays
 from hvdtrain.models.vgg16 import LAYERS, LINEAR, POOL, PREPROCESSING, STAGES, parameters
-from hvdtrain.records import arrays_file
 from hvdtrain.system import files
-from hvdtrain.system.exits import BAD_DATA, CANNOT_WRITE, IO_ERROR, Failure
+from hvdtrain.system.exits import BAD_DATA, IO_ERROR, Failure
 
 SCHEMA = "hvdtrain.vgg16/1"
 SUMMARY = "hvdtrain.data.vgg16/1"
@@ -80,9 +75,8 @@ def import_weights(config: Vgg16Config) -> dict[str, Any]:
     Raises Failure: BAD_DATA for a missing, foreign, damaged or incomplete source, CANNOT_WRITE or IO_ERROR if the
     destination exists or cannot be written.
     """
+    check_destination(config.source, config.destination)
     source, destination = Path(config.source), Path(config.destination).absolute()
-    if destination.exists():
-        raise Failure(f"{destination} exists; hint: remove it, or choose another destination", CANNOT_WRITE)
     try:
         with files.open_plain(source) as file:
             if (size := os.fstat(file.fileno()).st_size) > MOST_BYTES:
@@ -123,7 +117,7 @@ def _read(path: Path) -> dict[str, NDArray[Any]]:
             return _npz(path)
         if head[8:9] == b"{":
             return _safetensors(path)
-    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, RuntimeError, MemoryError) as error:
         raise Failure(f"{path} is damaged ({error}); hint: download it again", BAD_DATA) from None
     if not head.startswith((b"PK", b"\x80")):  # torch.save writes a zip of tensors, or a plain pickle for torchvision
         raise Failure(f"{path} is not a file of torch.save, npz or safetensors", BAD_DATA)
@@ -147,20 +141,10 @@ def _safetensors(path: Path) -> Arrays:
 
 
 def _npz(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of an npz file. Each must be floats, and its length must match its header, before it is unpacked.
-
-    Raises ValueError, and what zipfile raises.
-    """
+    """The arrays of an npz file. Raises ValueError, and what zipfile raises."""
     with zipfile.ZipFile(path) as archive:
-        members = archive.infolist()
-        if (size := sum(member.file_size for member in members)) > MOST_BYTES:
+        if (size := sum(member.file_size for member in archive.infolist())) > MOST_BYTES:
             raise ValueError(f"it unpacks to {size / 1e9:.1f} GB, more than VGG16 in float64")
-        for member in members:
-            with archive.open(member) as file:
-                shape, _, kind = arrays_file.read_npy_head(file)
-                if kind.kind != "f" or file.tell() + math.prod(shape) * kind.itemsize != member.file_size:
-                    array = f"{member.filename!r:.80}, {kind!s:.80} {shape!s:.80},"
-                    raise ValueError(f"{array} does not match its {member.file_size} bytes")
     with np.load(path, allow_pickle=False) as npz:
         return dict(npz)
 
@@ -237,11 +221,10 @@ def _write(destination: Path, arrays: Arrays, about: dict[str, str]) -> None:
         save_file(arrays, unfinished, about)
         files.sync(unfinished)
         unfinished.rename(destination)
-    except (OSError, SafetensorError) as error:
-        denied = isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        hint = "free some space, or choose another destination"
-        raise Failure(f"{destination}: {reason}; hint: {hint}", CANNOT_WRITE if denied else IO_ERROR) from None
+    except OSError as error:
+        raise files.unwritable(destination, error, "choose another destination") from None
+    except SafetensorError as error:
+        raise Failure(f"{destination}: {error}; hint: free some space", IO_ERROR) from None
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)

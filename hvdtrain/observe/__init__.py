@@ -1,1 +1,1 @@
-"""What a run shows and records about time: clocks, progress bars, TensorBoard."""
+"""Clocks, progress bars and TensorBoard."""

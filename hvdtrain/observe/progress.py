@@ -1,4 +1,4 @@
-"""Shows progress on stderr: a bar on a terminal, elsewhere a line every ten seconds, nothing when disabled."""
+"""Shows progress on stderr: a bar on a terminal, otherwise a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Progress:
             ...
             progress.advance(note="loss 0.31")
 
-    A terminal gets a rich bar (rich obeys `NO_COLOR`; `TERM=dumb` counts as no terminal), anything else one line at
-    most every ten seconds: `training 120/1527 steps, 310 steps/s, ETA 5 s, loss 0.31`.
+    On a terminal it draws a rich bar. Otherwise, or with `TERM=dumb`, it prints a line at most every ten seconds:
+    `training 120/1527 steps, 310 steps/s, ETA 5 s, loss 0.31`.
 
-    `done` units were finished before (a resumed run): they fill the bar but do not count for the rate.
-    `advance` reads a clock and compares, except when it is time to draw, so it may be called in every step.
+    `done` units were finished before the start, in a resumed run. They fill the bar but do not count for the rate.
+    `advance` only reads a clock unless it is time to draw, so it can be called in every step.
     """
 
     def __init__(self, label: str, total: int, unit: str, enabled: bool = True, *, done: int = 0) -> None:
@@ -52,7 +52,7 @@ class Progress:
         return self
 
     def advance(self, n: int = 1, note: str = "") -> None:
-        """`n` more units are done; `note` is shown behind the numbers."""
+        """Add `n` finished units. `note` is shown after the numbers."""
         self._done += n
         self._note = note
         now_s = time.monotonic()
@@ -71,7 +71,7 @@ class Progress:
 
     def _show(self) -> None:
         if self._bar is not None:
-            text = whole(self._numbers(), self._bar.console.width - len(self.label) - 1)
+            text = wrapped(self._numbers(), self._bar.console.width - len(self.label) - 1)
             self._bar.update(self._task, completed=self._done, text=text, refresh=True)
         else:
             print(f"{self.label} {self._numbers()}", file=sys.stderr, flush=True)
@@ -84,8 +84,8 @@ class Progress:
         return f"{numbers}, {self._note}" if self._note else numbers
 
 
-def whole(text: str, width: int) -> str:
-    """The text beside a bar, wrapped to the width: rich would truncate it."""
+def wrapped(text: str, width: int) -> str:
+    """Wrap the text next to a bar, which rich would truncate."""
     return textwrap.fill(text, max(1, width - BAR), break_long_words=False, break_on_hyphens=False)
 
 
@@ -95,8 +95,10 @@ def on_terminal() -> bool:
 
 
 def started_bar(label: str, total: int, done: int = 0) -> tuple[Bar, TaskID]:
-    """A bar on stderr with a text of its own, `text`. It draws when it is updated only: rich's refresh thread would
-    take processor time from the training."""
+    """Return a bar on stderr with a field `text`.
+
+    It draws only in updates, because rich's refresh thread would take processor time from the training.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
@@ -105,12 +107,12 @@ def started_bar(label: str, total: int, done: int = 0) -> tuple[Bar, TaskID]:
     columns = [TextColumn("{task.description}", markup=False)] if label else []
     bar = Bar(*columns, BarColumn(), text, console=Console(stderr=True), auto_refresh=False)
     bar.start()
-    bar.console.show_cursor(True)  # a process that ends at once could not bring it back
+    bar.console.show_cursor(True)  # a process that is killed could not restore it
     return bar, bar.add_task(label, total=total, completed=done, text="")
 
 
 def duration(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,9 +1,8 @@
 """Writes TensorBoard scalars: the number FIELD of a record of type TYPE becomes the scalar TYPE/FIELD.
 
-TensorBoard's `step/loss` is `Step.loss` of records/types.py, with its unit; a value that was not measured has no point.
-A point's step counts from 0 over the whole run; an epoch's point is at its last step. TensorBoard's record writer needs
-neither TensorFlow nor PyTorch. A resumed run opens a new event file that begins at its first step, and TensorBoard then
-ignores points of earlier files at that step and later.
+`step/loss` is `Step.loss` of records/types.py, for example. Steps count from 0 over the whole run, and an epoch's point
+is at its last step. A resumed run opens a new event file that starts at its first step. TensorBoard then ignores later
+points of older files.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
 TYPES = (records.Step, records.Epoch, records.Saved, records.Summary)
-# Numbers that identify a record, or are equal in all records, are not drawn.
+# Numbers that identify a record or are equal in all records.
 LEFT_OUT = {"step", "epoch", "samples", "warmup", "best", "unix_s", "began_unix_s", "ended_unix_s"}
 LEFT_OUT |= {"ranks", "hosts", "parameters", "global_batch", "epochs", "steps"}
 
@@ -30,11 +29,11 @@ LEFT_OUT |= {"ranks", "hosts", "parameters", "global_batch", "epochs", "steps"}
 def check() -> None:
     """Raises Failure (78) if the tensorboard package is missing."""
     if importlib.util.find_spec("tensorboard") is None:
-        raise Failure("--tensorboard: the package is missing: run `pip install tensorboard`", exits.BAD_CONFIG)
+        raise Failure("--tensorboard: the package is missing; hint: pip install tensorboard", exits.BAD_CONFIG)
 
 
 class Scalars(records.Writer):
-    """Writes records to `path` like its base class, and their numbers to an event file in `folder`."""
+    """Writes records to `path`, and their numbers to an event file in `folder`."""
 
     def __init__(self, path: Path, folder: Path) -> None:
         """Raises Failure (73, 74)."""
@@ -50,7 +49,7 @@ class Scalars(records.Writer):
             name = f"events.out.tfevents.{time.time_ns():020d}.{socket.gethostname()}.{os.getpid()}"
             self._events = (folder / name).open("wb")
         except OSError as error:
-            raise Failure(f"{folder}: {error.strerror}; choose another --run-dir", exits.CANNOT_WRITE) from error
+            raise Failure(f"{folder}: {error.strerror}; hint: choose another --run-dir", exits.CANNOT_WRITE) from error
         self._out = RecordWriter(self._events)
         self._put(0, file_version="brain.Event:2")
         self._started = False
@@ -69,16 +68,16 @@ class Scalars(records.Writer):
         super().close()
         self._events.close()
 
-    def _put(self, step: int, **what: Any) -> None:
+    def _put(self, step: int, **content: Any) -> None:
         try:
-            self._out.write(self._event(wall_time=time.time(), step=step, **what).SerializeToString())
+            self._out.write(self._event(wall_time=time.time(), step=step, **content).SerializeToString())
             self._out.flush()
         except OSError as error:
-            raise Failure(f"{self._folder}: {error.strerror}; free some space and --resume", exits.IO_ERROR) from error
+            raise Failure(f"{self._folder}: {error.strerror}; hint: free space and --resume", exits.IO_ERROR) from error
 
 
 def numbers(record: records.Record) -> dict[str, float]:
-    """Tag -> number: the points of a record."""
+    """Return a record's points by tag."""
     if not isinstance(record, TYPES):
         return {}
     fields = {name: value for name, value in msgspec.structs.asdict(record).items() if name not in LEFT_OUT}
@@ -87,8 +86,9 @@ def numbers(record: records.Record) -> dict[str, float]:
 
 
 def _step(record: Any) -> int:
-    """The step of a record's points. Step and Resumed name it; other records count the steps done."""
+    """Return the step of a record's points."""
     if isinstance(record, records.Step | records.Resumed):
         return record.step
+    # other records have the number of finished steps
     done: int = record.steps if isinstance(record, records.Summary) else record.step
     return max(0, done - 1)

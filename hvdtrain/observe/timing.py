@@ -1,8 +1,7 @@
-"""Measures kinds of work by separate clocks: a labelled span ends when the device has finished its work.
+"""Times each kind of work separately. A span ends when the device has finished its work.
 
-The rule is MLPerf's (and Cruz Varona's, 2021): loading and initialisation are outside the timed run; training,
-validation, test and checkpoints are timed apart; the first steps of a process, slower while caches and kernels warm up,
-are marked.
+As in MLPerf (and Cruz Varona, 2021), loading and initialisation are not part of the timed run. Training, validation,
+test and checkpoints are timed separately. The first steps of a process are marked as warm-up, because they are slower.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ class Clock:
 
 @dataclasses.dataclass
 class Spent:
-    """Seconds of one rank's steps in this process, warm-up left out."""
+    """Seconds of one rank's steps in this process, without warm-up."""
 
     data_s: float = 0.0
-    """0 in a script, which does not tell"""
+    """0 in a script, which does not report it"""
     compute_s: float = 0.0
     exchange_s: float | None = 0.0
     """None if the framework cannot separate exchange from computation"""
@@ -62,7 +61,7 @@ class Spent:
 
 
 def step_shares(ranks: Sequence[Spent]) -> dict[str, float]:
-    """The mean over ranks, see `records.Summary.step_shares`; empty if a rank has no timed step or no exchange_s."""
+    """Return `records.Summary.step_shares`; empty if a rank has no timed step or no exchange_s."""
     shares = []
     for rank in ranks:
         whole_s = rank.data_s + rank.compute_s + (rank.exchange_s or 0.0)

@@ -1,7 +1,7 @@
 """The record types of a run, and the JSONL files that hold them.
 
 A run folder holds `manifest.json` (settings and surroundings), `metrics/rank0000.jsonl` (one record per line) and,
-written last, `COMPLETE`. Monitors add `monitors/<host>.jsonl`, a sweep adds `point.json`. The training loop writes
+written last, `COMPLETE`. Monitors add `monitors/<host>.jsonl`, a sweep adds `experiment.json`. The training loop writes
 records and `hvdtrain results` reads them; nothing parses logs. Each line is a JSON object whose "type" is a key of
 RECORDS. Times are in seconds, sizes in bytes; `null` means not measured and is never replaced by 0. A resumed run
 appends: of two records of the same step or epoch, the later one counts.
@@ -19,8 +19,8 @@ from hvdtrain.records.files import write_document as write_document
 from hvdtrain.records.types import RECORDS as RECORDS
 from hvdtrain.records.types import SCHEMA as SCHEMA
 from hvdtrain.records.types import Epoch as Epoch
+from hvdtrain.records.types import Experiment as Experiment
 from hvdtrain.records.types import Manifest as Manifest
-from hvdtrain.records.types import Point as Point
 from hvdtrain.records.types import Record as Record
 from hvdtrain.records.types import Resumed as Resumed
 from hvdtrain.records.types import Sample as Sample

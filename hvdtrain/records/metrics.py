@@ -18,8 +18,9 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -164,21 +165,23 @@ class Metric(abc.ABC):
         }
 
 
+class _Declaration(msgspec.Struct):
+    primary: str
+    scores: dict[Annotated[str, msgspec.Meta(pattern=rf"\A{NAME.pattern}\Z")], Score]
+
+
 def read(value: Mapping[str, Any]) -> tuple[str, dict[str, Score]]:
     """The primary metric and the scores of a declaration by `Metric.as_json`. Raises ValueError if it is invalid."""
-    kinds: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,)}
-    kinds |= {"bool | None": (bool, type(None)), "float | None": (int, float, type(None))}
-    primary, given = value.get("primary"), value.get("scores")
-    if not isinstance(given, dict) or not isinstance(primary, str) or primary not in given:
-        raise ValueError("no scores, or no primary metric among the scores")
-    for name, fields in given.items():
-        if not NAME.fullmatch(name) or not isinstance(fields, dict):
-            raise ValueError(f"{name!r:.60} is not a valid score")
-        for field in dataclasses.fields(Score):
-            if field.name not in fields or type(fields[field.name]) not in kinds[str(field.type)]:
-                raise ValueError(f"score {name}: missing or invalid {field.name}")
-    names = [field.name for field in dataclasses.fields(Score)]
-    return primary, {name: Score(**{each: fields[each] for each in names}) for name, fields in given.items()}
+    try:
+        declared = msgspec.convert(value, _Declaration)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from error
+    if declared.primary not in declared.scores:
+        raise ValueError("the primary metric is not among the scores")
+    for name, given in value["scores"].items():
+        if missing := [field.name for field in dataclasses.fields(Score) if field.name not in given]:
+            raise ValueError(f"score {name}: missing {missing[0]}")
+    return declared.primary, declared.scores
 
 
 class Accuracy(Metric):

@@ -1,7 +1,7 @@
 """The record types, with the meaning and the unit of every field.
 
-msgspec checks types and bounds on reading. Manifests and points hide the secrets of command lines whenever they are
-built: before they are written, and when a file that holds secrets is read.
+msgspec checks types and bounds on reading. Manifests and experiments hide the secrets of command lines whenever they
+are built: before they are written, and when a file that holds secrets is read.
 """
 
 from __future__ import annotations
@@ -263,12 +263,12 @@ class Sample(_Record, frozen=True, kw_only=True):
     disk_written_bytes: Count | None = None
 
 
-class Point(_Record, frozen=True, kw_only=True):
-    """A sweep's request: `point.json`, written into the run's folder before the launch."""
+class Experiment(_Record, frozen=True, kw_only=True):
+    """A sweep's request: `experiment.json`, written into the run's folder before the launch."""
 
     schema: str = SCHEMA
     sweep: str
-    point: str
+    experiment: str
     """Its settings as a short name; equal for repeats"""
     repeat: Count
     kind: str
@@ -292,7 +292,7 @@ class Point(_Record, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "command", without_secrets(self.command))
 
 
-Record: TypeAlias = Manifest | Step | Epoch | Saved | Resumed | Summary | Sensors | Sample | Point
+Record: TypeAlias = Manifest | Step | Epoch | Saved | Resumed | Summary | Sensors | Sample | Experiment
 RECORDS: dict[str, type[Record]] = {cls.__name__.lower(): cls for cls in get_args(Record)}
 
 

@@ -30,7 +30,7 @@ RUNS: dict[str, Column] = {
     "marked": _text("why the run does not count (a sweep's check, a profiler); null: no objection"),
     "resumed": Column("flag", "", "whether the run was stopped and resumed"),
     "sweep": _text("name of the sweep"),
-    "point": _text("name of the sweep's point; equal for repeats"),
+    "experiment": _text("name of the sweep's experiment; equal for repeats"),
     "repeat": _number("number of the repeat"),
     "launcher": _text("launcher of the sweep"),
     "fill": _number("for a single host of a sweep: number of other hosts that trained alongside"),
@@ -50,7 +50,6 @@ RUNS: dict[str, Column] = {
     "rate_mbit": _number("rate of the throttle; null: unlimited, or a single host", "Mbit/s"),
     "goodput_mbit": _number("TCP payload of the slowest link, measured before step 0", "Mbit/s"),
     "parameters": _number("parameters of the model"),
-    "payload_bytes": _number("gradients of one step: 4 bytes per parameter", "B"),
     "rank_batch": _number("samples per rank and step"),
     "global_batch": _number("samples per step over all ranks"),
     "epochs": _number("requested passes over the training set"),
@@ -75,7 +74,9 @@ RUNS: dict[str, Column] = {
         "payload that rank 0 gave to the network, per step; for allreduce and native: what a ring sends", "B"
     ),
     "network_bytes_per_step": _number("bytes of the busiest NIC (sent or received) per step, including headers", "B"),
-    "limit_bytes_per_step": _number("2 (h - 1) / h x payload: the least of an fp32 all-reduce over h hosts", "B"),
+    "limit_bytes_per_step": _number(
+        "2 (h - 1) / h x 4 x parameters: the least of an fp32 all-reduce over h hosts", "B"
+    ),
     "limit_s_per_step": _number("time of limit_bytes_per_step at 0.936 of the rate", "s"),
     "strategy_limit_s_per_step": _number("time of the strategy's own payload at 0.936 of the rate", "s"),
     "network_efficiency": _number(
@@ -88,7 +89,6 @@ RUNS: dict[str, Column] = {
     "scores": _text("label, unit, bounds and direction of the run's scores, as JSON"),
     "energy_j": _number("energy of all measured devices of all hosts, including idle devices", "J"),
     "energy_used_j": _number("energy of the devices that ranks compute on", "J"),
-    "idle_energy_j": _number("energy of measured devices that no rank computes on", "J"),
     "power_w": _number("energy_j / sampled time", "W"),
     "baseline_w": _number("idle power before step 0 (--monitor-idle-s)", "W"),
     "energy_by_device": Column("object", "J", "host:device -> energy"),
@@ -135,7 +135,7 @@ NOT_SETTINGS = frozenset(
         *("threads", "precision"),
         *("run_dir", "resume", "json", "dry_run", "debug", "monitor", "monitor_ms", "monitor_idle_s"),
         *("profile", "horovod_timeline", "tensorboard", "checkpoint_epochs", "checkpoint_steps", "keep_checkpoints"),
-        *("check_replicas", "verify_data", "inference"),
+        *("check_replicas", "inference"),
     }
 )
 """Keys of a run's config that have a column, or that change neither times nor accuracy"""

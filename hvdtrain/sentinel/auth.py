@@ -45,7 +45,7 @@ class Party(NamedTuple):
 
     job_key: bytes
     purpose: bytes
-    """What the connection is for; a proof is valid for one purpose only"""
+    """Purpose of the connection; a proof is valid for one purpose only"""
     number: int
     """The rank or host of this end"""
 

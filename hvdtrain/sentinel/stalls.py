@@ -80,7 +80,7 @@ class Stalls:
                 rank.moved_at = rank.progressed_at = now
 
     def summary(self, now: float) -> dict[str, Any]:
-        """What other hosts need to know about this one. Empty without a limit, or if all ranks have ended.
+        """The state of this host for the other hosts. Empty without a limit, or if all ranks have ended.
 
         `wait_s`: longest wait of a rank here. `absent`: ranks that do not wait. `moved_s`, `progress_s`: seconds since
         bytes moved, and since a rank made progress.

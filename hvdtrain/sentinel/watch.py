@@ -1,11 +1,11 @@
-"""The sentinel of one host: a small process that observes what a rank blocked in a collective cannot.
+"""The sentinel of one host: a small process that keeps watching while the ranks are blocked in a collective.
 
     each second:  check the ranks of this host and their launcher; send a heartbeat to the other hosts
-    on a fault:   report it once, tell the other hosts, end the ranks, then any launcher that would wait for ever
+    on a fault:   report it once, tell the other hosts, end the ranks, then any launcher that would never end
 
 Faults are: a rank that dies without a report, a rank that stays stopped while others run, a launcher that is gone, a
 silent host, and ranks that wait for one without progress (`stalls`). A rank reports how it ends (`RankReport`), and the
-C handler reports each signal even while the rank is blocked in C++, so an ordinary end is never taken for a fault.
+C handler reports each signal even while the rank is blocked in C++, so an ordinary end never counts as a fault.
 
 Heartbeats use UDP, which passes a saturated link with some losses and survives a short interruption. A host is watched
 only after its first heartbeat, so a firewall disables the watch but does not end the job. Heartbeats are signed with
@@ -24,13 +24,13 @@ import signal
 import socket
 import struct
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.sentinel import auth, ending, goodput, stalls
+from hvdtrain.sentinel.orders import Orders, write
 from hvdtrain.sentinel.processes import HARMLESS, Process, launchers
 from hvdtrain.sentinel.stalls import numbers
 from hvdtrain.system import socket_filter
@@ -49,7 +49,7 @@ PURPOSE = b"heartbeat"
 
 
 class RankReport:
-    """What a rank reports to its sentinel, one byte each. Signal numbers are lower; `stalls` has two more."""
+    """Reports of a rank to its sentinel, one byte each. Signal numbers are lower; `stalls` has two more."""
 
     FINISHED = 76
     """It ends without an error. Later messages from its port do not count, since others may bind the port"""
@@ -334,55 +334,10 @@ def _has_checkpoint(folder: str) -> bool:
         return False
 
 
-def write(line: str, to: int = 2) -> None:
-    """Write a line to standard error, or another descriptor, unless its reader is gone or blocked."""
-    with contextlib.suppress(OSError):
-        if select.select([], [to], [], 0)[1]:
-            os.write(to, f"{line}\n".encode())
-
-
 def _release_stderr() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     os.close(null)
-
-
-class Orders:
-    """Orders from the rank that started this process: one JSON object per line on stdin. Answers go to stdout."""
-
-    def __init__(self, table: dict[str, Any]) -> None:
-        self._hosts, self._index = table["hosts"], table["host"]
-        self._me = auth.Party(bytes.fromhex(table["job_key"]), goodput.PURPOSE, self._index)
-        self._rest = b""
-
-    def open(self, receiver: goodput.Receiver) -> None:
-        """Let the previous host measure its goodput to this one."""
-        receiver.open(self._me, (self._index - 1) % len(self._hosts))
-
-    def read(self, watch: Watch) -> bool:
-        """Obey the orders that have arrived. Returns False at the end of the stream."""
-        data = os.read(0, 4096)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            order = json.loads(line)
-            watch.folder = order.get("folder", watch.folder)
-            watch.command = order.get("command", watch.command)
-            if "measure" in order:
-                threading.Thread(target=self._measure, daemon=True).start()
-        return bool(data)
-
-    def _measure(self) -> None:
-        following = (self._index + 1) % len(self._hosts)
-        target, source = self._hosts[following], self._hosts[self._index]["address"]
-        try:
-            if following == self._index:
-                raise OSError("no sentinel there")
-            rate = goodput.measure(target["address"], target["tcp"], self._me, following, source)
-            answer: dict[str, Any] = {"goodput_to": target["name"], "goodput_mbit": round(rate, 3), "reason": None}
-        except OSError as error:
-            reason = f"TCP to {target['name']} ({target['address']}:{target['tcp']}): {error.strerror or error}"
-            answer = {"goodput_mbit": None, "reason": reason}
-        write(json.dumps(answer), 1)  # if the process ended during a print(), the interpreter would abort
 
 
 def main() -> None:

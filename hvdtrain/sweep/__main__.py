@@ -36,9 +36,9 @@ examples:
 """
 SECTIONS = {
     "Keys at the top of the file": file.TOP,
-    "Keys of [cluster] (set one of virtual, existing, hostfile; without [cluster], this machine is used)": file.CLUSTER,
-    "Keys of [[grid]] and [defaults] (a value, or a list of values to combine)": file.OWN,
-    "Keys of [[grid]] only": file.GRID_ONLY,
+    "Keys of [cluster] (set virtual or hostfile; without [cluster], this machine is used)": file.CLUSTER,
+    "Keys of [[grid]] and [defaults] (a value, or a list of values to combine)": file.SETTINGS,
+    "Keys of [[grid]] with a single value": file.GRID,
 }
 REST = """Any other key of a grid is a flag of the workload: batch_size = [16, 32] means --batch-size 16, then 32.
 With a command, lr = 0.1 means --lr 0.1, OMP_NUM_THREADS = 1 is a variable, and strategy sets HVDTRAIN_STRATEGY.
@@ -51,7 +51,7 @@ def manual() -> str:
     """Describes the file's keys for --help."""
     lines = []
     for title, known in SECTIONS.items():
-        lines += [f"{title}:", *(f"  {key:<16}{text}" for key, (text, _) in known.items())]
+        lines += [f"{title}:", *(f"  {key:<16}{hint.__metadata__[-1]}" for key, hint in known.items())]
     return "\n".join([*lines, REST])
 
 
@@ -165,7 +165,7 @@ def _network_commands(task: Task, waiting: list[Outcome], name: str, rate: str |
     if experiment.rate is not None and experiment.rate != rate:
         commands.append(command.throttle(experiment.rate, spec, name))
         if experiment.rate_bit_s:
-            hosts = network.host_names(spec, name, execute.most_hosts(waiting))
+            hosts = spec.names[: execute.most_hosts(waiting)]
             commands += command.verify(hosts, spec, name, task.sweep.off_percent)
     return commands
 

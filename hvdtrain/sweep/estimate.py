@@ -38,7 +38,7 @@ class Estimator:
 
     def read(self, root: Path) -> None:
         """Adds the finished runs of all sweeps under `root`."""
-        for path in sorted(root.glob("*/*/point.json")):
+        for path in sorted(root.glob("*/*/experiment.json")):
             request, end = document(path), summary(path.parent)
             if request is None or end is None or not (path.parent / "COMPLETE").exists():
                 continue

@@ -18,7 +18,7 @@ from hvdtrain.sweep.dry_run import DryRun
 from hvdtrain.sweep.estimate import Estimator
 from hvdtrain.sweep.file import Sweep
 from hvdtrain.sweep.grid import Run
-from hvdtrain.sweep.network import LinkCheck, Network, cluster_name, host_names
+from hvdtrain.sweep.network import LinkCheck, Network, cluster_name
 from hvdtrain.sweep.process import Children, Stopped, Timeout
 from hvdtrain.sweep.show import STATES, Display, Outcome
 from hvdtrain.system import exits, files
@@ -200,9 +200,9 @@ class Executor:
         if target.exists():
             folder.set_aside(target, "other" if (target / "COMPLETE").exists() else "unfinished")
         rate = run.experiment.rate_bit_s
-        request = records.Point(
+        request = records.Experiment(
             sweep=sweep.name,
-            point=run.experiment.name,
+            experiment=run.experiment.name,
             repeat=run.repeat,
             kind=run.kind,
             attempt=attempt,
@@ -248,6 +248,6 @@ def command_of(task: Task, outcome: Outcome, name: str) -> Command:
     """The command line of a run. `name` is that of the virtual cluster."""
     experiment = outcome.run.experiment
     spec = task.sweep.cluster if experiment.on_cluster else None
-    hosts = host_names(spec, name, experiment.hosts) if spec else ["localhost"]
+    hosts = spec.names[: experiment.hosts] if spec else ["localhost"]
     cluster = name if spec and not spec.hostfile else None
     return command.launch(outcome.run, task.flags[outcome.run.name], outcome.folder, hosts=hosts, cluster=cluster)

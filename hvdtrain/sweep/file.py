@@ -7,12 +7,14 @@ An unknown key is an error, because a misspelt key could cost a night of wrong r
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
 
 from hvdtrain.config import workloads
 from hvdtrain.config.constraints import LARGEST
@@ -20,50 +22,15 @@ from hvdtrain.lab import topology
 from hvdtrain.system import exits, files, hosts
 from hvdtrain.system.exits import Failure
 
-ORDERS = ("as-written", "interleaved", "random")
-LAUNCHERS = ("launch/mpirun.sh", "launch/horovodrun.sh", "horovodrun", "horovodrun --gloo", "none")
-TARGETS = ("machine", "cluster")
+Launcher = Literal["launch/mpirun.sh", "launch/horovodrun.sh", "horovodrun", "horovodrun --gloo", "none"]
+LAUNCHERS: tuple[str, ...] = get_args(Launcher)
 ALL_GPUS = "gpus"
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 FLAG = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+Count = Annotated[int, Meta(ge=1, le=LARGEST)]
+Positive = Annotated[float, Meta(gt=0, le=1e18)]
+FlagValue = bool | str | Annotated[int, Meta(ge=-LARGEST, le=LARGEST)] | Annotated[float, Meta(ge=-1e18, le=1e18)]
 
-# key -> (help, types)
-NUMBER = (int, float)
-TOP: dict[str, tuple[str, Any]] = {
-    "name": ("name of the results folder (default: the file's name)", str),
-    "protocol": ("runs of each experiment, as in E,5T,E: T timing, E energy with power sensors (default: T)", str),
-    "cooldown_s": ("seconds of rest before every run except the first (default: 0)", NUMBER),
-    "order": ("as-written, interleaved (rounds with one run of each experiment) or random (default: interleaved)", str),
-    "off_percent": ("largest accepted deviation of a link from its rate, in percent (default: 5)", NUMBER),
-    "timeout_s": ("time limit of a run; a run that exceeds it has failed (default: none)", NUMBER),
-}
-OWN: dict[str, tuple[str, Any]] = {
-    "workload": (f"what to train; `hvdtrain train` lists the workloads (default: {workloads.DEFAULT})", str),
-    "command": ('your own command instead of a workload: "python train.py", whose script imports hvdtrain', str),
-    "hosts": ("number of hosts (default: 1)", int),
-    "ranks_per_host": ('ranks on each host, or "gpus": one per GPU of this machine (default: 1)', (int, str)),
-    "rate": ('rate of every link: 10mbit, 1gbit ... or "unlimited" (default: unlimited on virtual hosts)', str),
-    "launcher": (f"{', '.join(LAUNCHERS)} (default: {LAUNCHERS[0]}); none starts a single process", str),
-    "on": ("machine (this machine) or cluster (the hosts of [cluster], the default if it exists)", str),
-    "repeats": ("how often to repeat the protocol (default: 1)", int),
-}
-GRID_ONLY: dict[str, tuple[str, Any]] = {
-    "label": ("prefix of the names of this grid's experiments", str),
-    "protocol": ("overrides the protocol of the file", str),
-    "zip": ('lists of keys whose values vary together: [["hosts", "global_batch_size"]]', list),
-}
-CLUSTER: dict[str, tuple[str, Any]] = {
-    "virtual": ("names of virtual hosts, which exist only during the sweep", list),
-    "cpu_share": ("with virtual: CPU cores per host, e.g. 0.5 (default: no limit)", NUMBER),
-    "cpus": ("with virtual: the cores that the hosts may use, e.g. 0-1 (default: all)", str),
-    "fill": (
-        "with virtual: during a run on one host, keep the other hosts busy with the same run (default: false)",
-        bool,
-    ),
-    "existing": ("name of a running virtual cluster", str),
-    "hostfile": ("machines, one `name slots=N` per line, starting with this one", str),
-    "dev": ("with hostfile: the network interface to throttle (needs sudo without a password)", str),
-}
 NEVER_FLAGS = {
     "run_dir": "the sweep chooses the run folders; use --root",
     "resume": "the sweep restarts interrupted runs",
@@ -73,41 +40,67 @@ NEVER_FLAGS = {
     "monitor": 'use protocol = "E" for runs with sensors',
 }
 REMOVED = {
+    "existing": "use virtual, whose hosts exist only during the sweep",
     "when_off": "a run over a link that is off its rate is always marked and repeated by the next sweep",
     "order_seed": 'order = "random" always uses the same order',
 }
 
 
+# The annotated attributes of these classes are the keys of the file, with their types and help texts.
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """The hosts of a sweep. Exactly one of virtual, existing and hostfile is set."""
+    """The hosts of a sweep. Either virtual or hostfile is set."""
 
-    virtual: tuple[str, ...] = ()
-    cpu_share: float | None = None
-    cpus: str | None = None
-    fill: bool = False
-    """Keep the other hosts busy during a run on one host; a virtual host that has the machine to itself is faster"""
-    existing: str | None = None
-    hostfile: str | None = None
-    dev: str | None = None
+    virtual: Annotated[tuple[str, ...], "names of virtual hosts, which exist only during the sweep"] = ()
+    cpu_share: Annotated[Positive | None, "with virtual: CPU cores per host, e.g. 0.5 (default: no limit)"] = None
+    cpus: Annotated[str | None, "with virtual: the cores that the hosts may use, e.g. 0-1 (default: all)"] = None
+    fill: Annotated[
+        bool, "with virtual: during a run on one host, keep the other hosts busy with the same run (default: false)"
+    ] = False
+    hostfile: Annotated[str | None, "machines, one `name slots=N` per line, starting with this one"] = None
+    dev: Annotated[str | None, "with hostfile: the network interface to throttle (needs sudo without a password)"] = (
+        None
+    )
     machines: tuple[str, ...] = ()
     """The names in the hostfile"""
 
     @property
-    def size(self) -> int | None:
-        """Number of hosts; None for an existing cluster, whose description has not been read."""
-        return None if self.existing else len(self.virtual or self.machines)
+    def names(self) -> tuple[str, ...]:
+        return self.virtual or self.machines
+
+
+class Settings:
+    """Keys of a grid with one value or a list of values. All other keys are flags of the workload or command."""
+
+    workload: Annotated[str, f"what to train; `hvdtrain train` lists the workloads (default: {workloads.DEFAULT})"]
+    command: Annotated[str, 'your own command instead of a workload: "python train.py", whose script imports hvdtrain']
+    hosts: Annotated[Count, "number of hosts (default: 1)"]
+    ranks_per_host: Annotated[
+        Count | Literal["gpus"], 'ranks on each host, or "gpus": one per GPU of this machine (default: 1)'
+    ]
+    rate: Annotated[str, 'rate of every link: 10mbit, 1gbit ... or "unlimited" (default: unlimited on virtual hosts)']
+    launcher: Annotated[Launcher, f"{', '.join(LAUNCHERS)} (default: {LAUNCHERS[0]}); none starts a single process"]
+    on: Annotated[
+        Literal["machine", "cluster"],
+        "machine (this machine) or cluster (the hosts of [cluster], the default if it exists)",
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grid:
-    """One [[grid]] with the defaults: a list of values for each key, in the order of the file."""
+    """One [[grid]] with the defaults."""
 
     values: dict[str, list[Any]]
-    zips: list[list[str]]
-    label: str | None
-    protocol: str | None
-    repeats: int
+    """The list of values of each setting and flag, in the order of the file"""
+    repeats: Annotated[Count, "how often to repeat the protocol (default: 1)"] = 1
+    protocol: Annotated[str | None, "overrides the protocol of the file"] = None
+    label: Annotated[Name | None, "prefix of the names of this grid's experiments"] = None
+    zip: Annotated[
+        list[Annotated[list[str], Meta(min_length=2)]],
+        'lists of keys whose values vary together: [["hosts", "global_batch_size"]]',
+    ] = dataclasses.field(default_factory=list)
     where: str
     """File and line, for messages"""
 
@@ -117,14 +110,35 @@ class Sweep:
     """The checked content of a sweep file."""
 
     path: Path
-    name: str
-    protocol: str = "T"
-    cooldown_s: float = 0.0
-    order: str = "interleaved"
-    off_percent: float = 5.0
-    timeout_s: float | None = None
+    name: Annotated[Name, "name of the results folder (default: the file's name)"]
+    protocol: Annotated[
+        str, "runs of each experiment, as in E,5T,E: T timing, E energy with power sensors (default: T)"
+    ] = "T"
+    cooldown_s: Annotated[
+        Annotated[float, Meta(ge=0, le=1e18)], "seconds of rest before every run except the first (default: 0)"
+    ] = 0.0
+    order: Annotated[
+        Literal["as-written", "interleaved", "random"],
+        "as-written, interleaved (rounds with one run of each experiment) or random (default: interleaved)",
+    ] = "interleaved"
+    off_percent: Annotated[
+        Annotated[float, Meta(gt=0, le=100)],
+        "largest accepted deviation of a link from its rate, in percent (default: 5)",
+    ] = 5.0
+    timeout_s: Annotated[Positive | None, "time limit of a run; a run that exceeds it has failed (default: none)"] = (
+        None
+    )
     cluster: ClusterSpec | None = None
     grids: list[Grid]
+
+
+def keys(table: type) -> dict[str, Any]:
+    """Key -> type, with the help text as the last item of its metadata."""
+    hints = get_type_hints(table, include_extras=True)
+    return {key: hint for key, hint in hints.items() if get_origin(hint) is Annotated}
+
+
+TOP, CLUSTER, SETTINGS, GRID = (keys(table) for table in (Sweep, ClusterSpec, Settings, Grid))
 
 
 class _Text:
@@ -153,20 +167,19 @@ def _bad(where: str, what: str) -> Failure:
     return Failure(f"{where}: {what}", exits.BAD_CONFIG)
 
 
-def _check_type(where: str, key: str, value: Any, types: Any) -> None:
-    accepted = types if isinstance(types, tuple) else (types,)
-    if isinstance(value, int) and abs(value) > LARGEST:  # first, because Python cannot print 5,000 digits
-        raise _bad(where, f"{key}: larger than {LARGEST:,}")
-    wrong = not isinstance(value, types) or (isinstance(value, bool) and bool not in accepted)
-    if wrong or (isinstance(value, float) and not math.isfinite(value)):
-        names = {int: "a whole number", str: "text in quotes", list: "a list", bool: "true or false"}
-        expected = "a number" if types in (NUMBER, float) else " or ".join(names.get(t, "a number") for t in accepted)
-        raise _bad(where, f"{key} = {value!r}: not {expected}")
+def _checked(where: str, key: str, value: Any, types: Any) -> Any:
+    """The value with the type of its key. Raises Failure (78)."""
+    try:
+        return msgspec.convert(value, types)
+    except msgspec.ValidationError as error:
+        problem = str(error).partition(" - at ")[0]
+        hint = f"; hint: {types.__metadata__[-1]}" if get_origin(types) is Annotated else ""
+        raise _bad(where, f"{key}: {problem[0].lower()}{problem[1:]}{hint}") from error
 
 
 def _check_key(where: str, key: str, known: Mapping[str, Any], table: str) -> None:
     if key in REMOVED:
-        raise _bad(where, f"{key} was removed: {REMOVED[key]}")
+        raise _bad(where, f"{key} was removed; hint: {REMOVED[key]}")
     if key not in known:
         raise _bad(where, f"unknown key {key!r} {table}; known: {', '.join(known)}")
 
@@ -194,10 +207,10 @@ def read(path: Path, overrides: Sequence[str] = (), flags: Callable[[str], set[s
         if table is not None and not isinstance(table, dict):
             raise _bad(text.at(name), f"{name} is not a table; hint: write [{name}] on a line of its own")
     forced = _parse_overrides(overrides)
-    top = document | {key: value for key, value in forced.items() if key in TOP}
-    for key, value in top.items():
+    top = {"name": path.stem, **document, **{key: value for key, value in forced.items() if key in TOP}}
+    for key in top:
         _check_key(text.at(key), key, {**TOP, "cluster": "", "defaults": "", "grid": ""}, "at the top of the file")
-        _check_type(text.at(key), key, value, TOP[key][1])
+        top[key] = _checked(text.at(key), key, top[key], TOP[key])
     spec = None if cluster is None else _cluster(text, cluster)
     starts = text.starts("[[grid]]")
     grids = []
@@ -205,25 +218,9 @@ def read(path: Path, overrides: Sequence[str] = (), flags: Callable[[str], set[s
         start = starts[number] if number < len(starts) else 0
         grids.append(_grid(text, start, table, defaults, forced, flags))
     for key in forced:
-        if key not in TOP and not any(key in grid.values or key in (*GRID_ONLY, "repeats") for grid in grids):
+        if key not in TOP and not any(key in grid.values or key in GRID for grid in grids):
             raise Failure(f"--set {key}: no grid has this key", exits.USAGE)
-    fields = {"name": path.stem, **top}
-    if not NAME.fullmatch(fields["name"]):
-        raise _bad(text.at("name"), f"name = {fields['name']!r}: only letters, digits, dots and dashes are allowed")
-    sweep = Sweep(path=path, cluster=spec, grids=grids, **fields)
-    _check_ranges(text, sweep)
-    return sweep
-
-
-def _check_ranges(text: _Text, sweep: Sweep) -> None:
-    if sweep.order not in ORDERS:
-        raise _bad(text.at("order"), f"order = {sweep.order!r}: unknown; hint: use one of {', '.join(ORDERS)}")
-    if sweep.cooldown_s < 0:
-        raise _bad(text.at("cooldown_s"), f"cooldown_s = {sweep.cooldown_s:g}: less than 0")
-    if not 0 < sweep.off_percent <= 100:
-        raise _bad(text.at("off_percent"), f"off_percent = {sweep.off_percent:g}: not between 0 and 100")
-    if sweep.timeout_s is not None and sweep.timeout_s <= 0:
-        raise _bad(text.at("timeout_s"), f"timeout_s = {sweep.timeout_s:g}: not above 0")
+    return Sweep(path=path, cluster=spec, grids=grids, **top)
 
 
 def _parse_overrides(words: Sequence[str]) -> dict[str, Any]:
@@ -242,27 +239,26 @@ def _parse_overrides(words: Sequence[str]) -> dict[str, Any]:
 
 def _cluster(text: _Text, table: dict[str, Any]) -> ClusterSpec:
     start = next(iter(text.starts("[cluster]")), 0)
-    for key, value in table.items():
+    for key in table:
         _check_key(text.at(key, start), key, CLUSTER, "in [cluster]")
-        _check_type(text.at(key, start), key, value, CLUSTER[key][1])
+        table[key] = _checked(text.at(key, start), key, table[key], CLUSTER[key])
     where = text.at("cluster", start) if not start else f"{text.path}:{start}"
-    kinds = [key for key in ("virtual", "existing", "hostfile") if key in table]
+    kinds = [key for key in ("virtual", "hostfile") if key in table]
     if len(kinds) != 1:
         given = " and ".join(kinds) or "no hosts"
-        raise _bad(where, f"[cluster] has {given}; hint: use one of virtual, existing, hostfile")
+        raise _bad(where, f"[cluster] has {given}; hint: use virtual or hostfile")
     for key, owner in (("cpu_share", "virtual"), ("cpus", "virtual"), ("fill", "virtual"), ("dev", "hostfile")):
         if key in table and owner not in table:
             raise _bad(text.at(key, start), f"{key} needs {owner} and cannot be combined with {kinds[0]}")
-    names = tuple(map(str, table.get("virtual", [])))
     try:
         if "virtual" in table:
-            checked = ",".join(map(hosts.check_name, names))
+            checked = ",".join(map(hosts.check_name, table["virtual"]))
             share, cpus = table.get("cpu_share"), table.get("cpus")
             topology.from_names(checked, cluster="sweep", user="", slots=1, cpu_share=share, cpus=cpus, rate=None)
         slots = hosts.read_hostfile(Path(table["hostfile"])) if "hostfile" in table else []
     except Failure as failure:
         raise _bad(text.at(kinds[0], start), str(failure)) from failure
-    return ClusterSpec(**{**table, "virtual": names, "machines": tuple(slot.host for slot in slots)})
+    return ClusterSpec(**table, machines=tuple(slot.host for slot in slots))
 
 
 def _grid(
@@ -284,28 +280,22 @@ def _grid(
         if key in defaults:
             raise _bad(where(key), f"{key} belongs in a [[grid]], not in [defaults]")
     values: dict[str, list[Any]] = {}
+    single: dict[str, Any] = {}
     for key, value in merged.items():
-        if key in GRID_ONLY or key == "repeats":
-            _check_type(where(key), key, value, (GRID_ONLY | OWN)[key][1])
+        if key in GRID:
+            single[key] = _checked(where(key), key, value, GRID[key])
             continue
-        values[key] = value if isinstance(value, list) else [value]
-        if not values[key]:
+        listed = value if isinstance(value, list) else [value]
+        if not listed:
             raise _bad(where(key), f"{key} = []: no values")
-        for one in values[key]:
-            _check_type(where(key), key, one, OWN[key][1] if key in OWN else (str, int, float, bool))
+        values[key] = [_checked(where(key), key, one, SETTINGS.get(key, FlagValue)) for one in listed]
     _normalize_strategies(values, where)
     if "command" in values:
         _check_command(values, where)
     elif flags is not None:
         _check_flags(values, flags, where)
-    repeats, label = merged.get("repeats", 1), merged.get("label")
-    if repeats < 1:
-        raise _bad(where("repeats"), f"repeats = {repeats}: less than 1")
-    if label is not None and not NAME.fullmatch(label):
-        raise _bad(where("label"), f"label = {label!r}: only letters, digits, dots and dashes are allowed")
-    zips = _zips(merged.get("zip", []), values, forced, where)
-    line = f"{text.path}:{start}" if start else str(text.path)
-    return Grid(values=values, zips=zips, label=label, protocol=merged.get("protocol"), repeats=repeats, where=line)
+    _check_zips(single.get("zip", []), values, forced, where)
+    return Grid(values=values, where=f"{text.path}:{start}" if start else str(text.path), **single)
 
 
 def _normalize_strategies(values: dict[str, list[Any]], where: Callable[[str], str]) -> None:
@@ -355,17 +345,18 @@ def _check_flags(
         for key in values:
             if key in NEVER_FLAGS:
                 raise _bad(where(key), f"{key} cannot be used in a sweep; hint: {NEVER_FLAGS[key]}")
-            _check_key(where(key), key, {**OWN, **GRID_ONLY, **dict.fromkeys(accepted)}, "in a grid")
+            _check_key(where(key), key, {**SETTINGS, **GRID, **dict.fromkeys(accepted)}, "in a grid")
 
 
-def _zips(
-    groups: Any, values: Mapping[str, list[Any]], forced: Mapping[str, Any], where: Callable[[str], str]
-) -> list[list[str]]:
-    """The checked groups of keys whose values vary together."""
+def _check_zips(
+    groups: list[list[str]],
+    values: Mapping[str, list[Any]],
+    forced: Mapping[str, Any],
+    where: Callable[[str], str],
+) -> None:
+    """Raises Failure (2, 78) for keys that cannot vary together."""
     seen: set[str] = set()
     for group in groups:
-        if not isinstance(group, list) or len(group) < 2 or not all(isinstance(key, str) for key in group):
-            raise _bad(where("zip"), f'zip = {groups!r}: not lists of keys, as in [["hosts", "batch_size"]]')
         for key in group:
             if key in forced:
                 raise Failure(f"--set {key}: the file zips it with other keys; hint: edit the file", exits.USAGE)
@@ -378,4 +369,3 @@ def _zips(
         if len(set(lengths.values())) > 1:
             counts = ", ".join(f"{key} has {count}" for key, count in lengths.items())
             raise _bad(where("zip"), f"zipped keys need the same number of values: {counts}")
-    return [list(group) for group in groups]

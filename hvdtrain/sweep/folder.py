@@ -1,6 +1,6 @@
 """The folder of a run: decides whether the run is finished and its records match the settings.
 
-A finished run has COMPLETE, the same settings in point.json, a manifest that agrees with the workload's dry run, and
+A finished run has COMPLETE, the same settings in experiment.json, a manifest that agrees with the dry run, and
 links at the requested rate. Any other folder with that name is renamed. Folders are never deleted.
 """
 
@@ -20,7 +20,7 @@ from hvdtrain.system.commands import calling_user
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.redaction import without_secret_values
 
-NOT_COMPARED = {"run_dir", "resume", "verify_data", "json", "dry_run", "debug", "monitor"}
+NOT_COMPARED = {"run_dir", "resume", "json", "dry_run", "debug", "monitor"}
 LOG = Path("logs") / "launch.log"
 TAIL_LINES = 6
 
@@ -31,9 +31,9 @@ def state(folder: Path, run: Run, dry_run: DryRun | None) -> tuple[str, str | No
         return "absent", None
     if not (folder / "COMPLETE").is_file():
         return "unfinished", "no COMPLETE"
-    request = document(folder / "point.json")
+    request = document(folder / "experiment.json")
     if request is None:
-        return "other", "no point.json"
+        return "other", "no experiment.json"
     settings = without_secret_values(run.experiment.settings)
     for name, expected in (("settings", settings), ("kind", run.kind), ("repeat", run.repeat)):
         if request.get(name) != expected:
@@ -144,12 +144,12 @@ def set_owner(path: Path) -> None:
         os.chown(path, user.pw_uid, user.pw_gid)
 
 
-def make(folder: Path, request: records.Point) -> None:
-    """Creates the folder with point.json and logs/ for the calling user. Raises Failure (73, 74)."""
+def make(folder: Path, request: records.Experiment) -> None:
+    """Creates the folder with experiment.json and logs/ for the calling user. Raises Failure (73, 74)."""
     try:
         make_owned(folder / "logs")
-        records.write_document(folder / "point.json", records.as_json(request))
-        set_owner(folder / "point.json")
+        records.write_document(folder / "experiment.json", records.as_json(request))
+        set_owner(folder / "experiment.json")
     except OSError as error:
         raise cannot_write(folder, error) from error
     except Failure as failure:

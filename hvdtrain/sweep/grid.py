@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.config import workloads
-from hvdtrain.sweep.file import ALL_GPUS, LAUNCHERS, OWN, TARGETS, Grid, Sweep, program
+from hvdtrain.sweep.file import ALL_GPUS, LAUNCHERS, SETTINGS, Grid, Sweep, program
 from hvdtrain.system import exits, files
 from hvdtrain.system.commands import CHECKOUT
 from hvdtrain.system.exits import Failure
@@ -26,7 +26,7 @@ UNLIMITED = "unlimited"
 MAX_RUNS = 10_000
 """Per sweep. So many runs take weeks, but can still be listed at once"""
 KINDS = {"T": "timing", "E": "energy"}
-NOT_FLAGS = {*OWN, "cluster", "label", "config_sha256"}
+NOT_FLAGS = {*SETTINGS, "cluster", "label", "config_sha256"}
 """Settings that are not flags of the workload or command"""
 SHORT = {"seed": "s", "batch_size": "b", "global_batch_size": "gb", "epochs": "e", "width": "w"}
 
@@ -127,7 +127,7 @@ def parse_protocol(text: str, where: str = "") -> tuple[str, ...]:
 
 def axes(grid: Grid) -> list[list[str]]:
     """The grid's keys in the order of the file. Zipped keys form one group."""
-    group_of = {key: group for group in grid.zips for key in group}
+    group_of = {key: group for group in grid.zip for key in group}
     return [list(group) for group in dict.fromkeys(tuple(group_of.get(key, [key])) for key in grid.values)]
 
 
@@ -144,19 +144,12 @@ def combinations(grid: Grid) -> Iterator[dict[str, Any]]:
 def _check_size(sweep: Sweep, grid: Grid, values: dict[str, Any]) -> None:
     """Raises Failure (78) if the hosts and ranks do not fit the cluster and the launcher."""
     on, hosts, per_host, launcher = (values[key] for key in ("on", "hosts", "ranks_per_host", "launcher"))
-    for key, known in (("on", TARGETS), ("launcher", LAUNCHERS)):
-        if values[key] not in known:
-            raise _bad(grid, f"{key} = {values[key]!r}: unknown; hint: use one of {', '.join(known)}")
     if on == "cluster" and sweep.cluster is None:
         raise _bad(grid, 'on = "cluster", but the file has no [cluster]')
-    available = 1 if on == "machine" else sweep.cluster.size if sweep.cluster else None
-    if hosts < 1 or (available is not None and hosts > available):
+    available = len(sweep.cluster.names) if on == "cluster" and sweep.cluster else 1
+    if hosts > available:
         limit = "without [cluster] there is only this machine" if on == "machine" else f"[cluster] has {available}"
         raise _bad(grid, f"hosts = {hosts}: {limit}")
-    if isinstance(per_host, str) and per_host != ALL_GPUS:
-        raise _bad(grid, f'ranks_per_host = {per_host!r}: not a number; hint: use a number or "{ALL_GPUS}"')
-    if isinstance(per_host, int) and per_host < 1:
-        raise _bad(grid, f"ranks_per_host = {per_host}: less than 1")
     if launcher == "none" and (hosts, per_host) != (1, 1):
         raise _bad(grid, f'launcher = "none" starts one process, not {hosts} x {per_host}')
 
@@ -180,7 +173,7 @@ def complete(sweep: Sweep, grid: Grid, combination: dict[str, Any], gpus: int | 
     if on == "cluster" and sweep.cluster:
         settings["cluster"] = _cluster_settings(sweep, hosts)
     keys = sorted(combination, key=lambda key: key != "config")  # flags after --config override the file
-    settings |= {key: combination[key] for key in keys if key not in OWN}
+    settings |= {key: combination[key] for key in keys if key not in SETTINGS}
     if "config" in settings and "command" not in settings:
         settings["config"], settings["config_sha256"] = _preset(grid, str(settings["config"]))
     return settings
@@ -190,7 +183,7 @@ def _cluster_settings(sweep: Sweep, hosts: int) -> dict[str, Any]:
     """The properties of the cluster that may affect a run on so many hosts."""
     cluster = sweep.cluster
     assert cluster is not None
-    keys = ("virtual", "cpu_share", "cpus", "existing", "hostfile", "dev")
+    keys = ("virtual", "cpu_share", "cpus", "hostfile", "dev")
     settings = {key: getattr(cluster, key) for key in keys if getattr(cluster, key)}
     if cluster.virtual:
         settings["virtual"] = list(cluster.virtual[:hosts])

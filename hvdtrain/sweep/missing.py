@@ -9,8 +9,7 @@ import shutil
 import subprocess
 import sys
 
-from hvdtrain.lab import virtual
-from hvdtrain.launch import __main__ as launch
+from hvdtrain.launch.link import address_of
 from hvdtrain.sweep import command
 from hvdtrain.sweep.file import ALL_GPUS, ClusterSpec, Sweep
 from hvdtrain.sweep.grid import Experiment
@@ -101,15 +100,6 @@ def _hosts(experiment: Experiment, cluster: ClusterSpec) -> str | None:
             find(program)
         except Failure as failure:
             return str(failure)
-    if cluster.existing:
-        if cluster.existing not in virtual.clusters():
-            return (
-                f"cluster {cluster.existing} is not running; "
-                f"hint: sudo hvdtrain cluster up --name {cluster.existing} ..."
-            )
-        available = len(virtual.load(cluster.existing).hosts)
-        if available < experiment.hosts:
-            return f"cluster {cluster.existing} has only {available} hosts"
     return None
 
 
@@ -122,6 +112,6 @@ def _can_be_root() -> bool:
 def _reachable(host: str) -> bool:
     """Whether ssh can log in to the host without a prompt; true for this machine."""
     try:
-        return net.is_own(launch.address_of(host)) or succeeds([*SSH, host, "true"])
+        return net.is_own(address_of(host)) or succeeds([*SSH, host, "true"])
     except Failure:
         return False

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.lab import virtual
 from hvdtrain.sweep import command
-from hvdtrain.sweep.file import ClusterSpec, Sweep
+from hvdtrain.sweep.file import Sweep
 from hvdtrain.sweep.grid import UNLIMITED, Experiment
 from hvdtrain.sweep.process import Children, error_message, run_uninterrupted
 from hvdtrain.system.exits import Failure
@@ -19,28 +19,15 @@ from hvdtrain.system.rates import show_rate
 
 @dataclasses.dataclass(frozen=True)
 class LinkCheck:
-    """Result of measuring the links: the fields rate_off_percent and marked of `point.json`."""
+    """Result of measuring the links: the fields rate_off_percent and marked of `experiment.json`."""
 
     off_percent: float | None = None
     marked: str | None = None
 
 
 def cluster_name(sweep: Sweep, root: Path) -> str:
-    """Name of the virtual cluster: the existing one, or a name derived from the sweep and its folder.
-
-    The derived name is the same when an interrupted sweep continues.
-    """
-    if sweep.cluster and sweep.cluster.existing:
-        return sweep.cluster.existing
+    """Name of the sweep's virtual cluster. It is the same when an interrupted sweep continues."""
     return "s" + hashlib.sha256(f"{sweep.name}\0{root.resolve()}".encode()).hexdigest()[:7]
-
-
-def host_names(spec: ClusterSpec, name: str, count: int) -> list[str]:
-    """Names of the first `count` hosts. For an existing cluster that is not running, the default names."""
-    names = spec.virtual or spec.machines or [chr(ord("a") + number) for number in range(count)]
-    if spec.existing and name in virtual.clusters():
-        names = [host.name for host in virtual.load(name).hosts]
-    return list(names[:count])
 
 
 class Network:
@@ -73,10 +60,10 @@ class Network:
             self._set_rate(rate)
         if not experiment.rate_bit_s:
             return LinkCheck()
-        names = host_names(self._spec, self._name, experiment.hosts)
+        names = list(self._spec.names[: experiment.hosts])
         senders = {link.partition(" -> ")[0] for link in self._measurements}
         if not self._measure_error and not senders.issuperset(names):
-            self._measure(host_names(self._spec, self._name, max(most_hosts, experiment.hosts)))
+            self._measure(self._spec.names[: max(most_hosts, experiment.hosts)])
         return self._judge(names, experiment)
 
     def close(self) -> list[str]:
@@ -118,7 +105,7 @@ class Network:
             raise Failure(f"cannot set rate {rate}: {failure}", failure.code) from failure
         self._rate, self._throttled = rate, True
 
-    def _measure(self, names: list[str]) -> None:
+    def _measure(self, names: Sequence[str]) -> None:
         """Measures the links of these hosts, and all of them once more if one is off its rate."""
         for _ in range(2):
             for words in command.verify(names, self._spec, self._name, self._sweep.off_percent):

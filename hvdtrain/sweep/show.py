@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from hvdtrain.observe.progress import duration, on_terminal, started_bar, whole
+from hvdtrain.observe.progress import duration, on_terminal, started_bar, wrapped
 from hvdtrain.sweep.estimate import Estimate
 from hvdtrain.sweep.grid import Run
 from hvdtrain.system.redaction import without_secret_values, without_secrets
@@ -105,7 +105,7 @@ class Display:
             say(text)
             return
         with contextlib.suppress(OSError):
-            text = whole(text, self._bar.console.width)
+            text = wrapped(text, self._bar.console.width)
             self._bar.update(self._task, completed=self._done, text=text, refresh=True)
 
 
@@ -138,7 +138,7 @@ def _run_document(outcome: Outcome) -> dict[str, Any]:
     run = outcome.run
     return {
         "order": run.order,
-        "point": run.experiment.name,
+        "experiment": run.experiment.name,
         "kind": run.kind,
         "repeat": run.repeat,
         "state": outcome.state,

@@ -18,7 +18,8 @@ def near(word: str, known: Iterable[str]) -> str:
         word = word.partition("=")[0]
     if word == "--format" and word not in choices and "--json" in choices:
         return ", did you mean --json?"
-    matches = difflib.get_close_matches(word, choices, 1)
+    longer = [choice for choice in choices if len(word) > 2 and choice.startswith(word)]  # an abbreviation
+    matches = longer or difflib.get_close_matches(word, choices, 1)
     return f", did you mean {matches[0]}?" if matches else ""
 
 

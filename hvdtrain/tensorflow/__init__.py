@@ -1,8 +1,8 @@
-"""`import hvdtrain.tensorflow as hvd` in place of `import horovod.tensorflow as hvd`: its names, and our strategies.
+"""Drop-in module for `import horovod.tensorflow as hvd`, with Horovod's names and hvdtrain's strategies.
 
-Horovod's functions are handed through as they are. What carries them is decided by `init`: Horovod itself, or, with
-HVDTRAIN_STRATEGY, our streams (see `hvdtrain.horovod_api.job`). docs/reference/horovod-compatibility.md says
-what each name does on both.
+Horovod's functions are used unchanged. `init` decides whether Horovod or, with HVDTRAIN_STRATEGY, hvdtrain's TCP
+backend carries their calls (see `hvdtrain.horovod_api.job`). docs/reference/horovod-compatibility.md
+lists the names and how each behaves.
 """
 
 from __future__ import annotations
@@ -33,40 +33,39 @@ init, shutdown, elastic = _FRONT.init, _FRONT.shutdown, job.Elastic()
 def broadcast_variables(
     variables: Sequence[Any], root_rank: int, process_set: Any = global_process_set, inplace: bool = False
 ) -> Any:
-    """Gives all ranks the variables of one: TensorFlow's, or those of Keras. Collective.
+    """Broadcast TensorFlow's or Keras' variables from one rank. Collective.
 
-    On streams, nothing but a checksum travels if all ranks hold the same bytes already, as they do when each made them
-    from the same seed.
+    The TCP backend sends only a checksum if all ranks hold the same bytes, for example because they used the same seed.
     """
     plain = [tensor(variable) for variable in variables]
-    carried, eagerly = mpi_ops.MPI_LIB, _tf.executing_eagerly()
-    if isinstance(carried, Operations) and eagerly:
-        return carried.broadcast_variables(plain, root_rank, process_set.process_set_id)
+    operations, eagerly = mpi_ops.MPI_LIB, _tf.executing_eagerly()
+    if isinstance(operations, Operations) and eagerly:
+        return operations.broadcast_variables(plain, root_rank, process_set.process_set_id)
     if inplace or not eagerly:
         return _horovod.broadcast_variables(plain, root_rank, process_set, inplace)
 
     @_tf.function(autograph=False)
-    def broadcast() -> None:  # Horovod goes by names; in Keras 3 a loaded model's variables have other ones
-        for place, variable in enumerate(plain):
-            name = f"broadcast_variables.{place}"
+    def broadcast() -> None:  # Horovod uses names, which differ for a model that Keras 3 has loaded
+        for index, variable in enumerate(plain):
+            name = f"broadcast_variables.{index}"
             variable.assign(_horovod.broadcast(variable, root_rank, name=name, process_set=process_set))
 
     return broadcast()
 
 
 def DistributedOptimizer(optimizer: Any, *arguments: Any, strategy: str | None = None, **named: Any) -> Any:
-    """`hvdtrain.keras.DistributedOptimizer` of a Keras optimizer; of a `tf.compat.v1` one Horovod's own.
+    """Wrap a Keras optimizer as `hvdtrain.keras` does, or one of `tf.compat.v1` as Horovod does.
 
-    Raises ValueError for a strategy with the latter.
+    Raises ValueError for the latter with a strategy.
     """
     if isinstance(optimizer, _tf.compat.v1.train.Optimizer):
         exchange = job.wanted(strategy)
         if exchange is not None and str(exchange) != DEFAULT_REDUCER:
-            why = f"an optimizer of tf.compat.v1 cannot have it: take one of Keras, or {DEFAULT_REDUCER}"
-            raise ValueError(f"DistributedOptimizer, strategy {exchange}: {why}")
+            hint = f"use an optimizer of Keras, or {DEFAULT_REDUCER}"
+            raise ValueError(f"strategy {exchange} does not support optimizers of tf.compat.v1; hint: {hint}")
         return _horovod.DistributedOptimizer(optimizer, *arguments, **named)
-    from hvdtrain.keras.optimizer import DistributedOptimizer as OfKeras
+    from hvdtrain.keras.optimizer import DistributedOptimizer as KerasOptimizer
 
-    given = _inspect.signature(_horovod.DistributedOptimizer).bind(optimizer, *arguments, **named).arguments
-    given.pop("use_locking", None)
-    return OfKeras(strategy=strategy, **given)
+    bound = _inspect.signature(_horovod.DistributedOptimizer).bind(optimizer, *arguments, **named).arguments
+    bound.pop("use_locking", None)
+    return KerasOptimizer(strategy=strategy, **bound)

@@ -22,7 +22,7 @@ from hvdtrain.horovod_api.calls import needs_horovod
 from hvdtrain.horovod_api.job import Job
 
 SETTINGS = {"reduce_op": "op", "root_rank": "root", "prescale_factor": "prescale", "postscale_factor": "postscale"}
-"""Horovod's argument names and those of `Calls.start`"""
+"""Arguments of `Calls.start` by Horovod's names"""
 
 
 def _operation(name: str) -> Any:
@@ -93,7 +93,7 @@ class Operations:
         return None if tf.executing_eagerly() else tf.group(*assignments)
 
     def horovod_broadcast_inplace(self, *_: Any, **__: Any) -> Any:
-        raise needs_horovod("hvd.broadcast_ of reference variables (resource variables, TensorFlow 2's, can be given)")
+        raise needs_horovod("hvd.broadcast_ of reference variables (TensorFlow 2's resource variables are supported)")
 
     def broadcast_variables(self, variables: Sequence[Any], root_rank: int, process_set_id: int) -> None:
         """Broadcasts variables from one rank, unless checksums show that all ranks hold the same bytes. Eager only."""
@@ -179,7 +179,7 @@ def _run(call: Callable[..., Sequence[Any]], inputs: Sequence[Any], specs: Seque
     """Calls a function of arrays, now or when the graph runs. Returns tensors with these specs."""
     if not tf.executing_eagerly():
         if not tf.compat.v1.get_default_graph().building_function:
-            # Each rank's session would run the operations in an order of its own, and the ranks would hang.
+            # The ranks' sessions would run the operations in different orders and hang.
             raise needs_horovod("a call of hvd in a session of tf.compat.v1, not in a tf.function,")
         outputs = tf.numpy_function(call, list(inputs), [spec.dtype for spec in specs])
         for output, spec in zip(outputs, specs, strict=True):

@@ -1,4 +1,4 @@
-"""A script's run folder (see `hvdtrain.horovod_api.record`): the steps of a tape, and of Keras' optimizer."""
+"""Records the steps of tapes and Keras optimizers in a script's run folder (see `hvdtrain.horovod_api.record`)."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from hvdtrain.tensorflow.step import Step, tensor
 
 
 class Recorded:
-    """Records the steps of one optimizer, or of the tapes for the same variables."""
+    """Records the steps of one optimizer, or of all tapes with the same variables."""
 
     def __init__(self, exchange: Step | None, variables: Sequence[Any]) -> None:
-        """`exchange`: the strategy's; None where Horovod's calls exchange. Collective."""
+        """`exchange` is None if Horovod's calls exchange. Collective."""
         self._exchange = exchange
         plain = [tensor(variable) for variable in variables]
         numbers = sum(int(variable.shape.num_elements()) for variable in plain)
         self._ring_bytes = ring_bytes(4 * numbers, mpi_ops.size())
         self._steps = job.recorder(
             exchange.exchange if exchange else None,
-            None,  # the strategy's streams may be carrying its first exchange
+            None,  # not the strategy's communicator, which its first exchange may be using
             parameters=numbers,
             device="gpu" if any("GPU" in variable.device for variable in plain) else "cpu",
             threads=tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count() or 1,
         )
 
     def done(self, lr: float | None = None) -> None:
-        """A step is done, just now."""
+        """Record a step that has just ended."""
         if self._steps is not None:
             spent = self._exchange.spent() if self._exchange else (None, self._ring_bytes, None)
             waited_s, sent_bytes, local_sent_bytes = spent
             self._steps.done(lr=lr, exchange_s=waited_s, sent_bytes=sent_bytes, local_sent_bytes=local_sent_bytes)
 
     def exchanged(self) -> None:
-        """The weights were made the same between two steps, just now."""
+        """Record that the weights were exchanged after the last step."""
         if self._steps is not None and self._exchange is not None:
             self._steps.exchanged(*self._exchange.spent())
 
-    def behind(self, gradients: Sequence[Any]) -> None:
-        """Of a tape: the step is done when it has these gradients."""
+    def done_after(self, gradients: Sequence[Any]) -> None:
+        """Record a step of a tape that ends when these gradients are computed."""
         if tf.executing_eagerly():
             self.done()
         elif self._steps is not None:
@@ -54,11 +54,11 @@ class Recorded:
 
 
 _tapes: dict[tuple[int, ...], Recorded] = {}
-"""By the variables"""
+"""Recorders by the ids of the variables"""
 
 
 def tape(exchange: Step | None, variables: Sequence[Any], gradients: Any) -> None:
-    """Records a tape's step; not in a graph that Python cannot be called from. Collective the first time."""
+    """Record a tape's step, unless its graph cannot call Python. Collective the first time."""
     if not tf.executing_eagerly():
         graph = tf.compat.v1.get_default_graph()
         if not graph.building_function or GraphOrParentsInXlaContext(graph):
@@ -67,4 +67,4 @@ def tape(exchange: Step | None, variables: Sequence[Any], gradients: Any) -> Non
     if key not in _tapes:
         with tf.init_scope():
             _tapes[key] = Recorded(exchange, variables)
-    _tapes[key].behind(gradients)
+    _tapes[key].done_after(gradients)

@@ -1,8 +1,8 @@
-"""`import hvdtrain.torch as hvd` in place of `import horovod.torch as hvd`: the same names, and our strategies.
+"""Drop-in module for `import horovod.torch as hvd`, with Horovod's names and hvdtrain's strategies.
 
-Horovod's functions are handed through as they are. What carries them is decided by `init`: Horovod itself, or, with
-HVDTRAIN_STRATEGY, our streams (see `hvdtrain.horovod_api.job`). docs/reference/horovod-compatibility.md says
-what each name does on both.
+Horovod's functions are used unchanged. `init` decides whether Horovod or, with HVDTRAIN_STRATEGY, hvdtrain's TCP
+backend carries their calls (see `hvdtrain.horovod_api.job`). docs/reference/horovod-compatibility.md
+lists the names and how each behaves.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ init, shutdown, elastic = _FRONT.init, _FRONT.shutdown, job.Elastic()
 
 
 def ddp_hook(strategy: str) -> tuple[Any, Any]:
-    """The gradients of DistributedDataParallel summed by a reducer: `ddp.register_comm_hook(*ddp_hook("powersgd"))`.
+    """Return a hook for DistributedDataParallel: `ddp.register_comm_hook(*ddp_hook("powersgd"))`. Collective.
 
-    For scripts on torch.distributed, under torchrun; `init` need not be called. Collective. Raises Failure for what is
-    no reducer.
+    For scripts that use torch.distributed under torchrun, which need not call `init`. Raises Failure if the strategy is
+    not a reducer.
     """
     from hvdtrain.torch.hook import Buckets
 

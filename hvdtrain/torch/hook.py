@@ -1,8 +1,8 @@
-"""`ddp_hook`: DistributedDataParallel whose buckets a reducer sums, over our streams.
+"""`ddp_hook`: a communication hook for DistributedDataParallel whose buckets are summed by a reducer.
 
-DistributedDataParallel calls the hook with each bucket of gradients as backward fills it, in the same order on all
-ranks. One thread sums them one after the other beside backward. The first step is summed exactly, because the buckets
-are cut anew after it; from then on each has a reducer of its own, which keeps what it left out.
+DistributedDataParallel calls the hook with each bucket of gradients during backward, in the same order on all ranks.
+One thread exchanges the buckets in that order. The first step is exact, because DistributedDataParallel forms new
+buckets after it. Each of these has its own reducer, which keeps its residual.
 """
 
 from __future__ import annotations
@@ -22,54 +22,54 @@ from hvdtrain.system.exits import Failure
 
 
 class Buckets:
-    """The state of the hook."""
+    """The hook's state."""
 
     def __init__(self, front: job.Front, strategy: str) -> None:
-        """Collective. Raises Failure (78) for what is no reducer."""
-        exchange = parse(strategy)
+        """Collective. Raises Failure (78) if `strategy` is not a reducer."""
+        exchange, exact = parse(strategy), parse(DEFAULT_REDUCER)
         if exchange.algorithm is not None or exchange.reducer is None:
-            why = "a hook sums the gradients of a step, so it can be a reducer alone; see --strategy help"
-            raise Failure(f"ddp_hook {strategy!r}: {why}", exits.BAD_CONFIG)
+            problem = "a hook sums the gradients of one step; hint: name a reducer, see --strategy help"
+            raise Failure(f"ddp_hook {strategy!r}: {problem}", exits.BAD_CONFIG)
+        assert exact.reducer is not None
         job.init(front, strategy=strategy)
-        job.exchange(strategy)  # changes over where Horovod carries
-        self._reducer, self._world = exchange.reducer, job.job().world()
+        job.exchange(strategy)  # takes over if Horovod carries the calls
+        self._exact, self._chosen, self._world = exact.reducer, exchange.reducer, job.job().world()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdtrain-hook")
-        self._held: dict[tuple[Any, ...], Reducer] = {}
-        self._steps = 0
+        self._reducers: dict[tuple[Any, ...], Reducer] = {}
+        """The reducer of each bucket after the first step, by index and shapes"""
+        self._is_first_step = True
 
     def hook(self, bucket: Any) -> Any:
-        """The mean of a bucket over ranks, as a future."""
+        """Return a future of the bucket's mean over ranks."""
         buffer = bucket.buffer()
-        shapes = [tuple(parameter.shape) for parameter in bucket.parameters()]
-        reducer = self._of(bucket.index(), shapes)
-        self._steps += bucket.is_last()
+        reducer = self._reducer(bucket.index(), [tuple(parameter.shape) for parameter in bucket.parameters()])
+        self._is_first_step &= not bucket.is_last()
         on_gpu = buffer.device.type != "cpu"
-        done: Any = torch.futures.Future(devices=[buffer.device] if on_gpu else None)
+        future: Any = torch.futures.Future(devices=[buffer.device] if on_gpu else None)
         gradients = torch.empty(buffer.numel() + 1, dtype=torch.float32, device="cpu")
         gradients[:-1] = buffer  # waits for the GPU
 
-        def sum_() -> None:
+        def exchange() -> None:
             try:
-                self._mean(gradients.numpy(), reducer)
+                self._average(gradients.numpy(), reducer)
                 buffer.copy_(gradients[:-1])
-                done.set_result(buffer)
+                future.set_result(buffer)
             except Exception as error:
-                done.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))  # PyTorch tells its text alone
+                future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))  # PyTorch omits the type
 
-        self._thread.submit(sum_)
-        return done
+        self._thread.submit(exchange)
+        return future
 
-    def _of(self, index: int, shapes: list[tuple[int, ...]]) -> Reducer:
-        exact = self._steps == 0
-        made = parse(DEFAULT_REDUCER).reducer if exact else self._reducer
-        assert made is not None
-        key = (exact, index, *shapes)
-        if key not in self._held:
-            self._held[key] = made.cls(shapes, made.settings)
-        return self._held[key]
+    def _reducer(self, index: int, shapes: list[tuple[int, ...]]) -> Reducer:
+        if self._is_first_step:
+            return self._exact.cls(shapes, self._exact.settings)
+        key = (index, *shapes)
+        if key not in self._reducers:
+            self._reducers[key] = self._chosen.cls(shapes, self._chosen.settings)
+        return self._reducers[key]
 
-    def _mean(self, vector: np.ndarray, reducer: Reducer) -> None:
-        """Replaces the gradients; the number behind them says whether a rank's were not finite."""
+    def _average(self, vector: np.ndarray, reducer: Reducer) -> None:
+        """Replace gradients by their mean. The last number says whether any rank's gradients were not finite."""
         gradients = vector[:-1]
         lost = bool(reducer.residual_key) and not np.isfinite(gradients @ gradients)
         if lost:

@@ -1,4 +1,4 @@
-"""The step times of Horovod's own optimizer: what it waits in `synchronize` is the exchange, as for our workloads."""
+"""Records the steps of Horovod's own optimizer. The time that `synchronize` takes is the exchange."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from hvdtrain.horovod_api import job
 from hvdtrain.strategies.cost import ring_bytes
 
 
-def rate(optimizer: Any) -> float | None:
-    """The learning rate of the first group; None where it has none."""
-    found = optimizer.param_groups[0].get("lr")
-    return None if found is None else float(found)
+def learning_rate(optimizer: Any) -> float | None:
+    """Return the learning rate of the first group, or None if it has none."""
+    lr = optimizer.param_groups[0].get("lr")
+    return None if lr is None else float(lr)
 
 
-def watched(optimizer: Any) -> Any:
-    """The same optimizer of Horovod's, each step of which is recorded from now on. Collective."""
+def recorded(optimizer: Any) -> Any:
+    """Make Horovod's optimizer record each step, and return it. Collective."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    devices = {str(weight.device) for weight in weights}
     steps = job.recorder(
         None,
         None,
         parameters=sum(weight.numel() for weight in weights),
-        device=min(devices, default="cpu"),
+        device=min({str(weight.device) for weight in weights}, default="cpu"),
         threads=torch.get_num_threads(),
     )
     if steps is None:
@@ -38,17 +37,17 @@ def watched(optimizer: Any) -> Any:
 
     def timed_synchronize(self: Any) -> None:
         nonlocal waited_s
-        began = time.perf_counter()
+        start = time.perf_counter()
         synchronize()
-        waited_s += time.perf_counter() - began
+        waited_s += time.perf_counter() - start
 
     def timed_step(self: Any, closure: Any = None) -> Any:
         nonlocal waited_s
-        found = step(closure)
-        steps.done(lr=rate(self), exchange_s=waited_s, sent_bytes=sent_bytes, local_sent_bytes=None)
+        loss = step(closure)
+        steps.done(lr=learning_rate(self), exchange_s=waited_s, sent_bytes=sent_bytes, local_sent_bytes=None)
         waited_s = 0.0
-        return found
+        return loss
 
     optimizer.synchronize = types.MethodType(timed_synchronize, optimizer)
-    optimizer.step = types.MethodType(timed_step, optimizer)  # learning rate schedulers want a method
+    optimizer.step = types.MethodType(timed_step, optimizer)  # learning rate schedulers need a method
     return optimizer

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from hvdtrain.frameworks.flat_torch import FlatGradients
 
 TAIL = 3
-"""Numbers behind the gradients: the loss (unknown here), the samples, and whether a rank's gradients were not finite"""
+"""Numbers that follow the gradients: the loss (unknown here), the samples, and whether gradients were not finite"""
 
 
 class Parameters:
@@ -37,7 +38,7 @@ class Parameters:
             named: The trained parameters.
             update: The optimizer's own step.
             divided: Whether gradients are divided by the number of ranks, so that their sum is the mean.
-            careful: Whether gradients that are not finite must be kept from the strategy.
+            careful: Whether the strategy must not see gradients that are not finite.
         """
         self._update = update
         self._ranks, self._divided, self._careful = ranks, divided, careful
@@ -135,6 +136,29 @@ class Parameters:
     def _finite(self) -> bool:
         gradients = self._flat.gradients
         return not gradients.numel() or math.isfinite(float(torch.linalg.vector_norm(gradients, ord=torch.inf)))
+
+
+def by_name(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]] | None
+) -> dict[str, torch.nn.Parameter]:
+    """Return the trained parameters by name, in the order of the optimizer's groups.
+
+    Raises ValueError for the names that Horovod rejects too. Without `named` the names are Horovod's.
+    """
+    groups = [group["params"] for group in optimizer.param_groups]
+    parameters = [parameter for group in groups for parameter in group]
+    if named is None:
+        names = {id(p): f"allreduce.noname.{i}.{j}" for i, group in enumerate(groups) for j, p in enumerate(group)}
+    else:
+        pairs = list(named)
+        if any(not isinstance(pair, tuple) for pair in pairs):
+            raise ValueError("named_parameters takes (name, parameter) pairs, as model.named_parameters() returns them")
+        if duplicates := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
+            raise ValueError(f"named_parameters has duplicate names: {', '.join(duplicates)}")
+        names = {id(parameter): name for name, parameter in pairs}
+        if missing := [list(parameter.shape) for parameter in parameters if id(parameter) not in names]:
+            raise ValueError(f"named_parameters has no names for the optimizer's parameters of shapes {missing}")
+    return {names[id(parameter)]: parameter for parameter in parameters if parameter.requires_grad}
 
 
 def unscale(gradients: Sequence[torch.Tensor], scale: torch.Tensor) -> None:

@@ -112,10 +112,10 @@ class Workload:
         )
         plan = batch_plan.batch_plan(config, replicas, batch, loader.steps_per_epoch, shares)
         observers.check(config, plan.steps, place)
-        if config.goal:
-            self.metric.target(config.goal)
+        if config.target:
+            self.metric.target(config.target)
             if not len(getattr(self.dataset, config.evaluate_on)):
-                told = f"--target {config.goal} is looked for in the {config.evaluate_on} data: give some"
+                told = f"--target {config.target} is looked for in the {config.evaluate_on} data: give some"
                 raise Failure(told, exits.BAD_DATA)
         parameters = sum(math.prod(shape) for shape in shapes)
         used = threads.per_rank(config.threads, place, plan.rank_batch * self.multiply_adds)
@@ -363,7 +363,7 @@ def connected(
         from hvdtrain.frameworks.pytorch import prepare
     else:
         from hvdtrain.frameworks.tensorflow import prepare
-    device = prepare(config.device, place.local_rank, used.count, one_each=config.shares is not None)
+    device = prepare(config.device, place.local_rank, used.count, exclusive_gpu=config.shares is not None)
     ranks = world.connect(
         config.framework,
         gpu=device != "cpu",
@@ -402,10 +402,3 @@ def replica_of(
         if pipe is not None:
             from hvdtrain.frameworks.pipeline_tensorflow import PipelineTensorFlow as made
     return made(model, **told) if pipe is None else made(model, **told, pipe=pipe)
-
-
-def compute_dtype(config: TrainConfig) -> Any:
-    """TensorFlow's type of --precision."""
-    from hvdtrain.frameworks.tensorflow import PRECISIONS
-
-    return PRECISIONS[config.precision]

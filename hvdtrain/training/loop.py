@@ -69,7 +69,7 @@ class Loop:
         precise_bn: int = 0,
     ) -> None:
         self._metric, self._judge, self._precise_bn = metric, judge, precise_bn
-        self._target = metric.target(run.config.goal) if run.config.goal else None
+        self._target = metric.target(run.config.target) if run.config.target else None
         self._about, self._config, self._plan = run, run.config, run.plan
         self._dataset, self._loader, self._world, self._data = dataset, loader, world, data
         self._replica, self._strategy = replica, strategy

@@ -28,7 +28,7 @@ from hvdtrain.system.exits import Failure
 from hvdtrain.training import job as workload
 
 METRICS: dict[str, type[Metric]] = {"accuracy": Accuracy, "regression": Regression}
-SETTINGS = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in ("framework", "verify_data")]
+SETTINGS = [field.name for field in dataclasses.fields(TrainConfig) if field.name != "framework"]
 PROBED = 2
 """Samples that the model sees before it trains"""
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import frameworks
+from hvdtrain import frameworks, models
 from hvdtrain.data import csv_rows, tabular
 from hvdtrain.data.csv_rows import Block, Form
 from hvdtrain.data.tabular import Columns
@@ -101,15 +101,7 @@ def check_columns(path: Path, columns: Columns, *, needs_classes: bool) -> Form:
 def network(framework: str, spec: mlp.MLPSpec, parameters: Arrays) -> Any:
     """The trained model."""
     trained.begin(framework)
-    model: Any
-    if framework == "torch":
-        from hvdtrain.models import mlp_torch
-
-        model = mlp_torch.MLPTorch(spec, mlp_torch.cross_entropy)
-    else:
-        from hvdtrain.models import mlp_tf
-
-        model = mlp_tf.MLPTF(spec, mlp_tf.cross_entropy)
+    model = models.network("mlp.MLP", framework, spec, loss="cross_entropy")
     trained.fill(model, parameters, framework)
     return model
 

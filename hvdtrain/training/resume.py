@@ -77,10 +77,9 @@ def earlier(cls: type[C], workload: str, settings: Mapping[str, Any]) -> dict[st
         kept["strategy"] = strategies.canonical(str(kept["strategy"]))
     if kept.get("micro_batches") is None:  # its default follows from the number of stages, which may change
         kept["micro_batches"] = manifest.plan.get("micro_batches", 1)
-    for pair in (("batch_size", "global_batch_size"), ("target", "target_accuracy")):
-        for given, counterpart in itertools.permutations(pair):
-            if settings[given] is not None:
-                kept.pop(counterpart, None)
+    for given, counterpart in itertools.permutations(("batch_size", "global_batch_size")):
+        if settings[given] is not None:
+            kept.pop(counterpart, None)
     try:
         return parser.checked(cls, {name: value for name, value in kept.items() if value is not None})
     except ValueError as error:

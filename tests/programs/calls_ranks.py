@@ -1,7 +1,7 @@
-"""Every collective call of script.calls on real ranks, compared with NumPy; used by test_own_calls.py.
+"""Checks each collective call of horovod_api.calls against NumPy, on real ranks; used by test_own_calls.py.
 
-Each rank knows what the others give (the same seeds), so each checks its own results; rank 0 prints as JSON what
-errors said on each rank.
+Every rank can draw the inputs of all ranks, because their seeds are known. Rank 0 prints the errors of each rank as
+JSON.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def wide(array: np.ndarray) -> np.ndarray:
 
 
 def folded(parts: list[np.ndarray], op: Op, scales: tuple[float, float] = (1.0, 1.0)) -> np.ndarray:
-    """What NumPy makes of it: exact, as the values are small; divisions are compared loosely by `same`."""
+    """NumPy's result. It is exact because the values are small, except for the divisions of an average."""
     exact = np.float64 if parts[0].dtype.kind in "fV" else np.int64 if parts[0].dtype.kind != "b" else bool
     total = wide(parts[0]).astype(exact)
     for part in parts[1:]:
@@ -75,7 +75,7 @@ def check_reductions(calls: Calls) -> None:
         mine, kept = inputs[calls.rank], inputs[calls.rank].copy()
         for op in FOLDS:
             same(calls.call("allreduce", mine, op=op), folded(inputs, op), mine)
-            assert mine.tobytes() == kept.tobytes(), "the input was changed"
+            assert mine.tobytes() == kept.tobytes(), "the input has changed"
             into = mine.copy()
             found = calls.call("allreduce", into, op=op, out=into)
             assert found is into
@@ -103,7 +103,7 @@ def check_moves(calls: Calls) -> None:
         assert into.tobytes() == inputs[root].tobytes()
         apart = np.stack([mine, mine], axis=-1)[..., 0]
         assert calls.call("broadcast", mine, root=root, out=apart) is apart
-        assert apart.tobytes() == inputs[root].tobytes(), "its values do not lie side by side"
+        assert apart.tobytes() == inputs[root].tobytes(), "the output is not contiguous"
         if not shape:
             continue
         uneven = [drawn(dtype, (shape[0] + rank, *shape[1:]), number, rank) for rank in everyone]
@@ -122,7 +122,7 @@ def check_moves(calls: Calls) -> None:
 
 
 def check_scales(calls: Calls) -> None:
-    """Before and after the sum; integers are cut as in C, both times."""
+    """Scaling before and after the sum truncates integers, as C does."""
     for dtype in ("int32", "float16", "float32", "float64"):
         for size in (9, 5000):
             inputs = [drawn(dtype, (size,), rank) for rank in range(calls.size)]
@@ -140,7 +140,7 @@ def check_scales(calls: Calls) -> None:
 
 
 def check_groups(calls: Calls) -> None:
-    """A list goes as one call, whatever types are in it."""
+    """One call can take a list of arrays of several types."""
     kinds = [("float32", (5, 2)), ("int64", (3,)), ("float32", (4000,)), ("float16", ()), ("float32", (0,))]
     for kind in ("allreduce", "allgather", "reducescatter"):
         inputs = [
@@ -159,7 +159,7 @@ def check_groups(calls: Calls) -> None:
 
 
 def check_orders(calls: Calls) -> None:
-    """Ranks start the same calls in different orders and from several threads, and finish them in others."""
+    """Ranks may start the same calls in different orders and from several threads, and finish them in any order."""
     names = [f"tensor {number}" for number in range(60)]
     arrays = {name: drawn("float32", (1 + 300 * (at % 7),), at, calls.rank) for at, name in enumerate(names)}
     mixed = random.Random(calls.rank).sample(names, len(names))
@@ -182,13 +182,13 @@ def check_orders(calls: Calls) -> None:
     late = calls.start("barrier")
     raises(ValueError, "handle", lambda: calls.finish(10**9))
     calls.finish(late)
-    raises(ValueError, "finished before", lambda: calls.finish(late))
+    raises(ValueError, "has been finished", lambda: calls.finish(late))
 
 
 def check_is_asynchronous(calls: Calls) -> None:
     if calls.rank == 0:
         handle = calls.start("allreduce", np.ones(3), name="late")
-        assert not calls.done(handle), "nobody else has started it"
+        assert not calls.done(handle), "the other ranks have not started it"
         calls.call("barrier")
     else:
         calls.call("barrier")
@@ -206,7 +206,7 @@ def raises(kind: type[BaseException], words: str, action: Callable[[], Any]) -> 
 
 
 def check_disagreements(calls: Calls) -> list[str]:
-    """All ranks are told the same, and calls go on after that."""
+    """All ranks get the same errors, and later calls still work."""
     mine, last = calls.rank, calls.size - 1
     odd = calls.rank == last
     failed = internal_error()
@@ -224,30 +224,30 @@ def check_disagreements(calls: Calls) -> list[str]:
         ("scalar", lambda: calls.call("reducescatter", np.ones(()))),
         ("data type", lambda: calls.call("alltoall", np.ones(calls.size, np.int32 if odd else np.float32))),
     ]
-    told = [raises(failed, words, action) for words, action in cases]
-    here: list[tuple[type[BaseException], str, Callable[[], Any]]] = [
+    messages = [raises(failed, words, action) for words, action in cases]
+    local_errors: list[tuple[type[BaseException], str, Callable[[], Any]]] = [
         (ValueError, "root rank 99", lambda: calls.start("broadcast", np.ones(3), root=99)),
         (ValueError, "evenly", lambda: calls.start("alltoall", np.ones(calls.size + 1))),
         (ValueError, "whole numbers", lambda: calls.start("alltoall", np.ones(4), splits=np.ones(calls.size))),
         (ValueError, "splits for", lambda: calls.start("alltoall", np.ones(4), splits=[1])),
         (ValueError, "exceed the 1 rows", lambda: calls.start("alltoall", np.ones(1), splits=[1] * calls.size)),
         (ValueError, "negative", lambda: calls.start("alltoall", np.ones(4), splits=[*[1] * last, -1])),
-        (ValueError, "which lacks it", lambda: calls.start("barrier", ranks=[(mine + 1) % calls.size])),
+        (ValueError, "not a member", lambda: calls.start("barrier", ranks=[(mine + 1) % calls.size])),
         (TypeError, "convert it", lambda: calls.start("allreduce", np.array(["a"]))),
         (NotImplementedError, "Adasum", lambda: calls.start("allreduce", np.ones(4), op=Op.ADASUM)),
     ]
-    for kind, words, action in here:
+    for kind, words, action in local_errors:
         raises(kind, words, action)
     first = calls.start("allreduce", np.ones(3), name="twice") if mine == 0 else None
     if mine == 0:
         raises(ValueError, "in progress", lambda: calls.start("allreduce", np.ones(3), name="twice"))
     calls.call("barrier")
     calls.finish(calls.start("allreduce", np.ones(3), name="twice") if first is None else first)
-    return told
+    return messages
 
 
 def check_sets(calls: Calls) -> None:
-    """Subsets at the same time, each with calls of the same names; roots are ranks of the job."""
+    """Two process sets make calls of the same names at the same time. A root is a rank of the job."""
     mine = [rank for rank in range(calls.size) if rank % 2 == calls.rank % 2]
     for size in (3, 4000):
         inputs = {rank: drawn("float32", (size,), rank) for rank in mine}
@@ -261,28 +261,28 @@ def check_sets(calls: Calls) -> None:
 
 
 def check_idle(calls: Calls) -> None:
-    """When nobody calls, there come two seconds in which nothing is sent and no other thread leaves its sleep."""
+    """Without calls, no byte is sent and no other thread wakes up for two seconds."""
     calls.call("barrier")
     before, now = None, (sent_bytes(), turns())
     while before != now:
         before = now
         time.sleep(2)
         now = sent_bytes(), turns()
-    # Not read anew: a rank that is through before this one has perhaps called its barrier by now, which wakes a thread.
+    # These values are not read again, because a faster rank may be in the barrier already, which wakes a thread.
     assert {state for state, *_ in now[1].values()} == {"S"}, now
     calls.call("barrier")
 
 
 def turns() -> dict[int, list[str]]:
-    """The state of each other thread of this process (S: asleep), and how often it has left a processor so far."""
+    """The state of each other thread of this process (S: asleep), and its number of context switches."""
     status = {int(task.name): (task / "status").read_text() for task in Path("/proc/self/task").iterdir()}
     del status[threading.get_native_id()]
-    told = re.compile(r"^(?:State|(?:non)?voluntary_ctxt_switches):\s*(\w+)", re.MULTILINE)
-    return {thread: told.findall(text) for thread, text in status.items()}
+    fields = re.compile(r"^(?:State|(?:non)?voluntary_ctxt_switches):\s*(\w+)", re.MULTILINE)
+    return {thread: fields.findall(text) for thread, text in status.items()}
 
 
 def sent_bytes() -> int:
-    """Through this process's TCP sockets, by the kernel's count: tcpi_bytes_acked and _received (linux/tcp.h)."""
+    """Bytes sent and received by this process's TCP sockets: tcpi_bytes_acked and _received (linux/tcp.h)."""
     total = 0
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
@@ -297,26 +297,24 @@ def sent_bytes() -> int:
 
 
 def main() -> None:
-    meeting = join(launch_env())
-    calls = Calls(meeting, Endpoint("127.0.0.1", "lo", loopback=True))
+    rendezvous = join(launch_env())
+    calls = Calls(rendezvous, Endpoint("127.0.0.1", "lo", loopback=True))
     check_is_asynchronous(calls)
     check_reductions(calls)
     check_moves(calls)
     check_scales(calls)
     check_groups(calls)
     check_orders(calls)
-    told = check_disagreements(calls) if calls.size > 1 else []
+    messages = check_disagreements(calls) if calls.size > 1 else []
     check_sets(calls)
     check_idle(calls)
-    mine = json.dumps(told).encode()
-    whole = calls.call("allgather", np.frombuffer(mine.ljust(4000), np.uint8)).tobytes()
-    reports = [json.loads(whole[begin : begin + 4000]) for begin in range(0, len(whole), 4000)]
+    reports = [json.loads(each) for each in calls.gather_bytes(json.dumps(messages).encode())]
     if calls.rank == 0:
         print(json.dumps({"ranks": reports}))
     calls.call("barrier")
     calls.close()
     raises(internal_error(), "no more calls", lambda: calls.start("barrier"))
-    meeting.shutdown()
+    rendezvous.shutdown()
     sys.stdout.flush()
 
 

@@ -1,6 +1,6 @@
-"""Each call of hvdtrain.torch once, as a script makes it; rank 0 prints what came out on every rank as JSON.
+"""Makes each call of hvdtrain.torch once; rank 0 prints the results of all ranks as JSON.
 
-own_calls.py [late]        late: the strategy's streams take over while Horovod carries
+own_calls.py [late]        late: hvdtrain's TCP backend takes over from Horovod
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def results() -> Iterator[tuple[str, Any]]:
         [hvd.is_initialized(), hvd.mpi_built(), hvd.gloo_built(), hvd.nccl_built(), hvd.mpi_ops.is_homogeneous()],
     )
     for dtype in TYPES:
-        given = (torch.arange(6, dtype=torch.float32).reshape(3, 2) * (rank + 1)).to(dtype)
-        yield f"broadcast {dtype}", hvd.broadcast(given, root_rank=size - 1)
-        yield f"allgather {dtype}", hvd.allgather(given[: rank + 1])
+        matrix = (torch.arange(6, dtype=torch.float32).reshape(3, 2) * (rank + 1)).to(dtype)
+        yield f"broadcast {dtype}", hvd.broadcast(matrix, root_rank=size - 1)
+        yield f"allgather {dtype}", hvd.allgather(matrix[: rank + 1])
         yield (
             f"alltoall {dtype}",
-            hvd.alltoall(given, splits=torch.tensor([1, 2]).int()),
+            hvd.alltoall(matrix, splits=torch.tensor([1, 2]).int()),
         )
         if dtype in TYPES[3:]:
             ops = {"sum": hvd.Sum, "average": hvd.Average, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
             for name, op in ops.items():
-                yield f"allreduce {name} {dtype}", hvd.allreduce(given, op=op)
+                yield f"allreduce {name} {dtype}", hvd.allreduce(matrix, op=op)
     vector = torch.full([100_001], rank + 1.0)
     yield "scaled", hvd.allreduce(vector, op=hvd.Sum, prescale_factor=0.5, postscale_factor=2.0)[::50_000]
     yield "in place", [hvd.allreduce_(vector, name="in place") is vector, vector[::50_000]]
@@ -77,10 +77,10 @@ def results() -> Iterator[tuple[str, Any]]:
     hvd.barrier()
 
 
-def refused() -> Iterator[tuple[str, str]]:
-    """What a mistake is answered with: the type of the error."""
+def mistakes() -> Iterator[tuple[str, str]]:
+    """Yield the type of error that each mistake raises."""
     rank = hvd.rank()
-    mistakes: dict[str, Callable[[], Any]] = {
+    calls: dict[str, Callable[[], Any]] = {
         "shape": lambda: hvd.allreduce(torch.zeros(rank + 1), name="shape"),
         "type": lambda: hvd.allreduce(torch.zeros(2, dtype=[torch.float32, torch.int64][rank % 2]), name="type"),
         "root": lambda: hvd.broadcast(torch.zeros(2), root_rank=rank, name="root"),
@@ -89,16 +89,16 @@ def refused() -> Iterator[tuple[str, str]]:
         "not in line": lambda: hvd.allreduce(torch.zeros(2, 2).t()),
         "foreign": lambda: hvd.ProcessSet(["a"]),
     }
-    for name, mistake in mistakes.items():
+    for name, call in calls.items():
         try:
-            mistake()
+            call()
             yield name, "nothing"
         except Exception as error:
             yield name, type(error).__name__
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it."""
+    """Convert to JSON types."""
     if isinstance(value, torch.Tensor):
         return [str(value.dtype), value.detach().double().round(decimals=6).tolist()]
     return [plain(each) for each in value] if isinstance(value, list | tuple) else value
@@ -114,28 +114,19 @@ hvd.init()
 if "late" in sys.argv:
     hvd.allreduce(torch.ones(2))
     job.exchange("powersgd")
-found = {name: plain(value) for name, value in results()} | {"before": before, "errors": dict(refused())}
-everyone = hvd.allgather_object(found)
-carried_errors = {}
-if not (hvd.mpi_enabled() or hvd.gloo_enabled()):
-    for name, call in {
-        "Adasum": lambda: hvd.allreduce(torch.ones(2), op=hvd.Adasum),
-        "join": hvd.join,
-    }.items():
+report = {name: plain(value) for name, value in results()} | {"before": before, "errors": dict(mistakes())}
+everyone = hvd.allgather_object(report)
+on_horovod = hvd.mpi_enabled() or hvd.gloo_enabled()
+unsupported = []
+if not on_horovod:
+    for name, call in {"Adasum": lambda: hvd.allreduce(torch.ones(2), op=hvd.Adasum), "join": hvd.join}.items():
         try:
             call()
-        except RuntimeError as error:
-            carried_errors[name] = str(error)
-carried = "Horovod" if hvd.mpi_enabled() or hvd.gloo_enabled() else "streams"
-public = [name for name in dir(horovod.torch) if not name.startswith("_")]
-same = {name: getattr(hvd, name) is getattr(horovod.torch, name) for name in public}
-try:
-    _ = hvd.elastic.run
-except NotImplementedError:
-    same["elastic"] = None
+        except RuntimeError:
+            unsupported.append(name)
+assert all(hasattr(hvd, name) for name in dir(horovod.torch) if not name.startswith("_"))
 if hvd.rank() == 0:
-    print(
-        json.dumps({"carried": carried, "ranks": everyone, "same": same, "needs Horovod": carried_errors}), flush=True
-    )
+    backend = "Horovod" if on_horovod else "tcp"
+    print(json.dumps({"backend": backend, "ranks": everyone, "needs Horovod": unsupported}), flush=True)
 hvd.shutdown()
 assert not hvd.is_initialized()

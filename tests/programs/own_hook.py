@@ -1,4 +1,4 @@
-"""DistributedDataParallel with hvd.ddp_hook, each rank a host of its own, several buckets; rank 0 prints JSON."""
+"""DistributedDataParallel with hvd.ddp_hook and several buckets, on ranks that count as hosts; rank 0 prints JSON."""
 
 from __future__ import annotations
 
@@ -13,48 +13,51 @@ import torch.distributed as dist
 import hvdtrain.torch as hvd
 from hvdtrain.comm import world
 from hvdtrain.comm.backends.base import Endpoint
+from hvdtrain.system.exits import Failure
 
-met_at = world.RankGroup.launched
+launched = world.RankGroup.launched
 world.RankGroup.launched = classmethod(
-    lambda cls, where, *limit: dataclasses.replace(
-        met_at(where, *limit), endpoint=Endpoint(f"127.0.0.{1 + where.rank}", "lo", True)
+    lambda cls, env, *limit: dataclasses.replace(
+        launched(env, *limit), endpoint=Endpoint(f"127.0.0.{1 + env.rank}", "lo", True)
     )
 )
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
 
 
-def gradients(strategy: str, steps: int) -> list[np.ndarray]:
-    """Of each step, one vector; without a strategy DistributedDataParallel's own."""
+def gradients(strategy: str, steps: int) -> np.ndarray:
+    """Return the gradients of each step as rows. Without a strategy, DistributedDataParallel computes them."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
     ddp = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.04)
     if strategy:
         ddp.register_comm_hook(*hvd.ddp_hook(strategy))
-    found = []
+    rows = []
     for step in range(steps):
         net.zero_grad()
         draw = torch.Generator().manual_seed(step % 2 * size + rank)
         ddp(torch.randn(8, 64, generator=draw)).square().sum().backward()
-        found.append(torch.cat([p.grad.reshape(-1) for p in net.parameters()]).numpy().copy())
-    return found
+        rows.append(torch.cat([p.grad.reshape(-1) for p in net.parameters()]).numpy().copy())
+    return np.stack(rows)
 
 
-plain, told = gradients("", 12), {}
+exact = gradients("", 12)
+report: dict[str, object] = {}
 for strategy in ("hierarchical", "bf16", "powersgd:rank=4", "topk"):
-    ours = gradients(strategy, 12)
-    alike = [torch.zeros(len(ours[-1])) for _ in range(size)]
-    dist.all_gather(alike, torch.from_numpy(ours[-1]))
-    assert all(torch.equal(each, alike[0]) for each in alike), f"{strategy}: ranks differ"
-    np.testing.assert_allclose(ours[0], plain[0], rtol=1e-4, atol=1e-5)  # the first step is exact
-    off = [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(ours, plain, strict=True)]
-    total, right = sum(ours[1:]), sum(plain[1:])
-    told[strategy] = [max(off[1:]), float(np.linalg.norm(total - right) / np.linalg.norm(right))]
+    reduced = gradients(strategy, 12)
+    everyone = [torch.zeros(reduced.shape[1]) for _ in range(size)]
+    dist.all_gather(everyone, torch.from_numpy(reduced[-1]))
+    assert all(torch.equal(each, everyone[0]) for each in everyone), f"{strategy}: ranks differ"
+    np.testing.assert_allclose(reduced[0], exact[0], rtol=1e-4, atol=1e-5)  # the first step is exact
+    errors = np.linalg.norm(reduced - exact, axis=1) / np.linalg.norm(exact, axis=1)
+    total, expected = reduced[1:].sum(0), exact[1:].sum(0)
+    error_of_sum = np.linalg.norm(total - expected) / np.linalg.norm(expected)
+    report[strategy] = [float(errors[1:].max()), float(error_of_sum)]
 try:
     hvd.ddp_hook("local-sgd")
-except Exception as error:
-    told["refused"] = str(error)
+except Failure as error:
+    report["exit code"] = error.code
 if rank == 0:
-    print(json.dumps(told), flush=True)
-gc.collect()  # DistributedDataParallel is in cycles, and Gloo's threads must not outlive the group
+    print(json.dumps(report), flush=True)
+gc.collect()  # DistributedDataParallel has reference cycles, and Gloo's threads must end before the group
 dist.destroy_process_group()

@@ -1,5 +1,8 @@
-"""Single steps of hvdtrain.keras and hvdtrain.tensorflow on two ranks; rank 0 prints what each took off its weights,
-which begin at 0: gradients are 1 on rank 0 and 2 on rank 1, the rate is 1. test_own_tensorflow.py knows the sums."""
+"""Single steps of hvdtrain.keras and hvdtrain.tensorflow on two ranks.
+
+Weights start at 0, the learning rate is 1, and gradients are 1 on rank 0 and 2 on rank 1. Rank 0 prints how far each
+step moved its weights; test_own_tensorflow.py has the expected values.
+"""
 
 from __future__ import annotations
 
@@ -24,27 +27,27 @@ def one(**named: Any) -> Any:
 
 
 def moved(optimizer: Any, gradient: tf.Tensor, passes: int = 1, then: Any = None) -> list[float]:
-    """And the optimizer's count of steps. `then`: goes on after the first pass with what the first one keeps."""
+    """Return how far the weight moved and the number of steps. The optimizer `then` resumes after the first pass."""
     weight = keras.Variable([0.0])
     optimizer.build([weight])
     for number in range(passes):
         if number == 1 and then is not None:
-            kept, optimizer = optimizer.exchange_state(), then
+            state, optimizer = optimizer.exchange_state(), then
             optimizer.build([weight])
-            optimizer.load_exchange_state(kept)
+            optimizer.load_exchange_state(state)
         optimizer.apply([(number + 1) * gradient], [weight])
     return [float(-weight.value[0]), int(optimizer.iterations)]
 
 
 def rolled_back(gradient: tf.Tensor) -> list[float]:
-    """A compiled step goes on from a state between two passes, also a second time."""
+    """A compiled step resumes twice from a state between two passes."""
     optimizer, weight = one(backward_passes_per_step=2), keras.Variable([0.0])
     optimizer.build([weight])
     step = tf.function(lambda factor: optimizer.apply([factor * gradient], [weight]), autograph=False)
     step(tf.constant(1.0))
-    kept, ends = optimizer.exchange_state(), []
+    state, ends = optimizer.exchange_state(), []
     for _ in range(2):
-        optimizer.load_exchange_state(kept)
+        optimizer.load_exchange_state(state)
         weight.assign([0.0])
         step(tf.constant(2.0))
         ends.append(float(-weight.value[0]))
@@ -52,27 +55,27 @@ def rolled_back(gradient: tf.Tensor) -> list[float]:
 
 
 def partial(gradient: tf.Tensor) -> dict[str, Any]:
-    """A group and a variable outside of it; a layer that is each rank's own."""
+    """A group and a variable outside of it, and a layer that is not exchanged."""
     layers = [keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros") for _ in range(2)]
     for layer in layers:
         layer.build((None, 1))
     weights = [layer.kernel for layer in layers]
     one(groups=[weights[:1]]).apply([gradient[None]] * 2, weights)
-    found: dict[str, Any] = {"in a group and in none": [float(-each.value[0, 0]) for each in weights]}
+    report: dict[str, Any] = {"in a group and in none": [float(-each.value[0, 0]) for each in weights]}
     optimizer = hvdtrain.keras.PartialDistributedOptimizer(keras.optimizers.SGD(1.0), local_layers=layers[1])
     optimizer.apply([gradient[None]] * 2, weights)
-    found["and then one is rank 0's own"] = [float(-each.value[0, 0]) for each in weights]
+    report["one layer local"] = [float(-each.value[0, 0]) for each in weights]
     for name, named in (("on a tape", {}), ("sum on a tape", {"op": hvd.Sum})):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(gradient * (weights[0] + weights[1]))
         apart = hvd.PartialDistributedGradientTape(tape, local_layers=layers[1], **named)
         pairs = apart.get_local_and_global_gradients(loss, [each.value for each in weights])
-        found[name] = [[float(each[0, 0]) for _, each in part] for part in pairs]
-    return found
+        report[name] = [[float(each[0, 0]) for _, each in part] for part in pairs]
+    return report
 
 
 def called_back() -> list[float]:
-    """A velocity of 1 after the rate fell to a quarter; a weight that stays each rank's own; one of rank 1."""
+    """Return a velocity after the rate changed, a weight that is not broadcast, and one broadcast from rank 1."""
     plain = keras.optimizers.SGD(0.1, momentum=0.9)
     built = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(3), keras.layers.Dense(4)])
     built.compile(plain, "mse")
@@ -90,7 +93,7 @@ def called_back() -> list[float]:
 
 
 def validated() -> list[float]:
-    """What Keras validates between two exchanges, and what the mean of the weights gives."""
+    """Return the validation loss of an epoch that ends between two exchanges, and the averaged weights' loss."""
     draw = np.random.default_rng(hvd.rank())
     inputs, targets = draw.normal(size=(8, 2)).astype(np.float32), draw.normal(size=(8, 1)).astype(np.float32)
     everyone = np.ones((4, 2), np.float32), np.ones((4, 1), np.float32)
@@ -104,7 +107,7 @@ def validated() -> list[float]:
 def main() -> None:
     hvd.init()
     gradient = tf.ones(1) * (hvd.rank() + 1)
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "sum": moved(one(op=hvd.Sum), gradient),
         "predivided": moved(one(gradient_predivide_factor=4.0), gradient),
         "two passes": moved(one(backward_passes_per_step=2), gradient, 2),
@@ -113,12 +116,12 @@ def main() -> None:
         ),
         "rolled back": rolled_back(gradient),
         **partial(gradient),
-        "velocity at a quarter of the rate, own, rank 1's": called_back(),
+        "velocity at half the rate, local, broadcast": called_back(),
     }
     if "HVDTRAIN_STRATEGY" in os.environ:
-        found["validated"] = validated()
+        report["validated"] = validated()
     if hvd.rank() == 0:
-        print(json.dumps(found))
+        print(json.dumps(report))
     hvd.shutdown()
 
 

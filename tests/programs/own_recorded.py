@@ -1,4 +1,4 @@
-"""A user's small training script, which tells what it can; used by test_own_record.py.
+"""A small training script that logs losses, samples and scores; used by test_own_record.py.
 
 own_recorded.py [--seed N] [--quiet] [--end STATEMENTS]
 """
@@ -12,14 +12,14 @@ import torch
 
 import hvdtrain.torch as hvd
 
-mpi4py.rc.initialize = False  # as in scripts that use both, where Horovod initialises MPI
+mpi4py.rc.initialize = False  # Horovod initialises MPI
 torch.manual_seed(0)
 torch.set_num_threads(1)
 hvd.init()
 model = torch.nn.Linear(64, 10)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-other = torch.nn.Linear(2, 2)  # as a GAN has, with an optimizer of its own
+other = torch.nn.Linear(2, 2)  # a GAN has two optimizers
 second = hvd.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), other.named_parameters())
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
 images, labels = torch.randn(32, 64), torch.randint(0, 10, (32,))

@@ -1,10 +1,10 @@
-"""A rank of a script on hvdtrain.tensorflow and hvdtrain.keras: `own_tensorflow.py FOLDER`. Rank 0 prints what came of
-each call and each training; test_own_tensorflow.py holds it against the law and against the other carrier."""
+"""A script with hvdtrain.tensorflow and hvdtrain.keras: own_tensorflow.py FOLDER
+
+Rank 0 prints the results of each call and each training as JSON, which test_own_tensorflow.py compares.
+"""
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import json
 import os
 import sys
@@ -13,6 +13,8 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import horovod.keras
+import horovod.tensorflow
 import keras
 import numpy as np
 import tensorflow as tf
@@ -22,9 +24,9 @@ import hvdtrain.tensorflow as hvd
 from hvdtrain.system.exits import Failure
 
 RANK_1 = hvd.ProcessSet([1])
-STREAMS = "HVDTRAIN_STRATEGY" in os.environ
+ON_TCP = "HVDTRAIN_STRATEGY" in os.environ
 BATCH = 16
-REFUSALS = (Failure, NotImplementedError, ValueError, tf.errors.OpError)
+ERRORS = (Failure, NotImplementedError, ValueError, tf.errors.OpError)
 
 
 def tolist(value: Any) -> Any:
@@ -36,11 +38,11 @@ def tolist(value: Any) -> Any:
 
 
 def calls() -> dict[str, Any]:
-    """Each call, eagerly and in a graph, with its gradient."""
+    """Return the results of each call, eagerly and in a graph, and of its gradient."""
     rank = hvd.rank()
     matrix = tf.constant(np.arange(12, dtype=np.float32).reshape(4, 3) + 100 * rank)
     rows = matrix[: rank + 1]
-    made = {
+    functions = {
         "average": lambda matrix, rows: hvd.allreduce(matrix),
         "sum": lambda matrix, rows: hvd.allreduce(matrix, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0),
         "min": lambda matrix, rows: hvd.allreduce(matrix, op=hvd.Min),
@@ -62,11 +64,11 @@ def calls() -> dict[str, Any]:
     }
 
     def at_once(matrix: Any, rows: Any) -> Any:
-        return {name: call(matrix, rows) for name, call in made.items()}
+        return {name: call(matrix, rows) for name, call in functions.items()}
 
-    found: dict[str, Any] = {name: tolist(value) for name, value in at_once(matrix, rows).items()}
+    results: dict[str, Any] = {name: tolist(value) for name, value in at_once(matrix, rows).items()}
     in_graph = tf.function(at_once, autograph=False)(matrix, rows)
-    found |= {f"{name} in a graph": tolist(value) for name, value in in_graph.items()}
+    results |= {f"{name} in a graph": tolist(value) for name, value in in_graph.items()}
     weights = tf.Variable(matrix)
     differentiable = {
         "average": lambda: hvd.allreduce(weights),
@@ -83,33 +85,17 @@ def calls() -> dict[str, Any]:
                 loss = tf.reduce_sum(call() ** 2)
             return tf.convert_to_tensor(tape.gradient(loss, weights))
 
-        found[f"gradient of {name}"] = tolist(gradient())
-        # Horovod names what it gathers by the graph before, which for a broadcast is not the same on all ranks
-        found[f"gradient of {name} in a graph"] = tolist(tf.function(gradient, autograph=False)())
+        results[f"gradient of {name}"] = tolist(gradient())
+        results[f"gradient of {name} in a graph"] = tolist(tf.function(gradient, autograph=False)())
     weights.assign(matrix)
     hvd.broadcast_variables([weights, keras.Variable(matrix, name=f"of_{rank}")], root_rank=1)
-    found["variables"] = tolist(weights)
+    results["variables"] = tolist(weights)
     weights.assign(matrix)
-    found["in place"] = tolist(hvd.broadcast_([weights], root_rank=1))
-    found["objects"] = [hvd.broadcast_object({"rank": rank}, root_rank=1), hvd.allgather_object(["rank", rank])]
-    found["sizes"] = [*tolist([hvd.size_op(), hvd.local_size_op()]), hvd.size(), hvd.local_size(), hvd.cross_size()]
-    found["set"] = tolist(hvd.allreduce(matrix, process_set=RANK_1)) if rank else None
-    return found
-
-
-def names() -> dict[str, dict[str, str]]:
-    """Of each public name of Horovod's modules, whether ours is the same, our own, or raises."""
-    found: dict[str, dict[str, str]] = {}
-    for module in ("tensorflow", "tensorflow.keras", "keras"):
-        theirs, ours = (importlib.import_module(f"{package}.{module}") for package in ("horovod", "hvdtrain"))
-        found[module] = {}
-        for name, value in vars(theirs).items():
-            if name.startswith("_") or (inspect.ismodule(value) and name not in ("elastic", "callbacks")):
-                continue
-            mine = getattr(ours, name)
-            absent = isinstance(mine, type(hvd.elastic))
-            found[module][name] = "raises" if absent else "Horovod's" if mine is value else "ours"
-    return found
+    results["in place"] = tolist(hvd.broadcast_([weights], root_rank=1))
+    results["objects"] = [hvd.broadcast_object({"rank": rank}, root_rank=1), hvd.allgather_object(["rank", rank])]
+    results["sizes"] = [*tolist([hvd.size_op(), hvd.local_size_op()]), hvd.size(), hvd.local_size(), hvd.cross_size()]
+    results["set"] = tolist(hvd.allreduce(matrix, process_set=RANK_1)) if rank else None
+    return results
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
@@ -119,14 +105,14 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 
 def shard(array: np.ndarray) -> np.ndarray:
-    """This rank's part of each batch."""
+    """Return this rank's shard of each batch."""
     parts = array.reshape(-1, hvd.size(), BATCH // hvd.size(), *array.shape[1:])[:, hvd.rank()]
     return parts.reshape(-1, *array.shape[1:])
 
 
 @keras.saving.register_keras_serializable()
 class Each(keras.metrics.Metric):
-    """A metric of several numbers, as F1Score is one."""
+    """A metric that is an array, like F1Score."""
 
     def update_state(self, *_: Any, **__: Any) -> None:
         pass
@@ -136,7 +122,7 @@ class Each(keras.metrics.Metric):
 
 
 class Decay(keras.optimizers.schedules.ExponentialDecay):
-    """A schedule that Keras has not been told of."""
+    """A schedule that is not registered with Keras."""
 
 
 def model(optimizer: Any, seed: int = 3, *between: Any, built_by_fit: bool = False) -> Any:
@@ -155,58 +141,58 @@ def sgd(**named: Any) -> Any:
 
 
 def fitted(built: Any, epochs: int = 3, **named: Any) -> dict[str, Any]:
-    """Trains on this rank's shard, and tells what became of it on every rank."""
+    """Train on this rank's shard; return the weights of all ranks and the history."""
     inputs, labels = map(shard, data())
     averaging = [hvdtrain.keras.callbacks.MetricAverageCallback(), *named.pop("callbacks", [])]
     callbacks = [hvdtrain.keras.callbacks.BroadcastGlobalVariablesCallback(0), *averaging]
     size = BATCH // hvd.size()
     history = built.fit(inputs, labels, size, epochs, 0, callbacks=callbacks, shuffle=False, **named)
-    return told(built) | {name: tolist(values) for name, values in history.history.items()}
+    return weights_of(built) | {name: tolist(values) for name, values in history.history.items()}
 
 
-def told(built: Any) -> dict[str, Any]:
+def weights_of(built: Any) -> dict[str, Any]:
     flat = np.concatenate([np.asarray(each).ravel() for each in built.trainable_weights])
     return {"weights": tolist(hvd.allgather(tf.constant(flat)[None]))}
 
 
 def alone(optimizer: Any, *between: Any, epochs: int = 3) -> dict[str, Any]:
-    """One process with the whole batch."""
+    """Train in one process with the whole batch."""
     built = model(optimizer, 3, *between)
     history = built.fit(*data(), BATCH, epochs, 0, shuffle=False)
-    return told(built) | {name: tolist(values) for name, values in history.history.items()}
+    return weights_of(built) | {name: tolist(values) for name, values in history.history.items()}
 
 
 def fits(folder: Path) -> dict[str, Any]:
     distributed = hvdtrain.keras.DistributedOptimizer
     adam = lambda: keras.optimizers.Adam(Decay(0.01, 4, 0.5))  # noqa: E731
-    made = {
+    runs = {
         "alone": lambda: alone(sgd()),
         "fit": lambda: fitted(model(distributed(sgd()), seed=3 + hvd.rank())),
         "two passes": two_passes,
         "tape": taped,
     }
-    if STREAMS:
-        kept = "local-sgd:every=2,outer_momentum=0.5"
+    if ON_TCP:
+        outer = "local-sgd:every=2,outer_momentum=0.5"
         for text in ("powersgd:rank=2", "local-sgd:every=1", "local-sgd:every=3,start=2,staleness=1"):
-            made[text] = lambda text=text: fitted(model(distributed(plain(), strategy=text)))
-        made["alone, plain"] = lambda: alone(plain())
-        made["kept"] = lambda: fitted(model(distributed(sgd(), strategy=kept)))
-        late_built = lambda: model(distributed(sgd(), strategy=kept), 3 + hvd.rank(), built_by_fit=True)  # noqa: E731
-        made["built by fit"] = lambda: fitted(late_built())
-        made["kept, resumed"] = lambda: resumed(folder, strategy=kept)
+            runs[text] = lambda text=text: fitted(model(distributed(plain(), strategy=text)))
+        runs["alone, plain"] = lambda: alone(plain())
+        runs["outer momentum"] = lambda: fitted(model(distributed(sgd(), strategy=outer)))
+        late_built = lambda: model(distributed(sgd(), strategy=outer), 3 + hvd.rank(), built_by_fit=True)  # noqa: E731
+        runs["built by fit"] = lambda: fitted(late_built())
+        runs["outer momentum, resumed"] = lambda: resumed(folder, strategy=outer)
     else:
-        made["resumed"] = lambda: resumed(folder)
-        made["alone, adam"] = lambda: alone(adam())
-        made["adam"] = lambda: fitted(model(distributed(adam(), groups=2)))
-        made["alone, norm"] = lambda: alone(plain(), keras.layers.BatchNormalization())
-        made["norm"] = lambda: fitted(model(distributed(plain()), 3, hvd.SyncBatchNormalization()))
-        made["rates"] = rates
-        made["rank 0 resumed"] = lambda: fitted(
+        runs["resumed"] = lambda: resumed(folder)
+        runs["alone, adam"] = lambda: alone(adam())
+        runs["adam"] = lambda: fitted(model(distributed(adam(), groups=2)))
+        runs["alone, norm"] = lambda: alone(plain(), keras.layers.BatchNormalization())
+        runs["norm"] = lambda: fitted(model(distributed(plain()), 3, hvd.SyncBatchNormalization()))
+        runs["rates"] = rates
+        runs["rank 0 resumed"] = lambda: fitted(
             model(distributed(sgd()), seed=9) if hvd.rank() else hvdtrain.keras.load_model(folder / "0.keras"), epochs=2
         )
-        # from here on streams carry
-        made["late change"] = lambda: fitted(model(distributed(sgd(), strategy="powersgd")))
-    return {name: call() for name, call in made.items()}
+        # the TCP backend takes over from Horovod here
+        runs["late change"] = lambda: fitted(model(distributed(sgd(), strategy="powersgd")))
+    return {name: call() for name, call in runs.items()}
 
 
 def plain() -> Any:
@@ -214,17 +200,17 @@ def plain() -> Any:
 
 
 def two_passes() -> dict[str, Any]:
-    """Two backward passes of half a batch, which are one of a whole batch."""
+    """Train with two backward passes, each of half a batch."""
     inputs, labels = map(shard, data())
     halves = model(
         hvdtrain.keras.DistributedOptimizer(sgd(), backward_passes_per_step=2, average_aggregated_gradients=True)
     )
     halves.fit(inputs, labels, BATCH // hvd.size() // 2, 3, 0, shuffle=False)
-    return told(halves)
+    return weights_of(halves)
 
 
 def resumed(folder: Path, **named: Any) -> dict[str, Any]:
-    """An epoch, a saved model, and two epochs of the loaded one."""
+    """Train one epoch, save the model, load it and train two epochs."""
     first = model(hvdtrain.keras.DistributedOptimizer(sgd(), **named))
     fitted(first, epochs=1)
     path = str(folder / f"{hvd.rank()}.keras")
@@ -238,23 +224,8 @@ def resumed(folder: Path, **named: Any) -> dict[str, Any]:
     return fitted(again, epochs=2) | {"kinds": [*kinds, type(keras.models.load_model(path).optimizer).__module__]}
 
 
-def late() -> dict[str, Any]:
-    """One process, each update with the gradients of the step before."""
-    built, optimizer = model(None), plain()
-    inputs, labels = data()
-    loss, before = keras.losses.SparseCategoricalCrossentropy(from_logits=True), None
-    for begin in [*range(0, len(labels), BATCH)] * 3:
-        with tf.GradientTape() as tape:
-            value = loss(labels[begin : begin + BATCH], built(inputs[begin : begin + BATCH]))
-        now = tape.gradient(value, [each.value for each in built.trainable_weights])
-        if before is not None:
-            optimizer.apply_gradients(zip(before, built.trainable_weights, strict=True))
-        before = now
-    return told(built)
-
-
 def taped() -> dict[str, Any]:
-    """A loop of a user's own, with Horovod's tape, of the batches that `fit` gets."""
+    """Train in a loop with Horovod's tape and the batches of `fit`."""
     built, optimizer = model(None), sgd()
     inputs, labels = map(shard, data())
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -271,11 +242,11 @@ def taped() -> dict[str, Any]:
     each = BATCH // hvd.size()
     for begin in [*range(0, len(labels), each)] * 3:
         step(tf.constant(inputs[begin : begin + each]), tf.constant(labels[begin : begin + each]))
-    return told(built)
+    return weights_of(built)
 
 
 def rates() -> dict[str, Any]:
-    """The learning rate before each step, and weights with corrected momentum."""
+    """Return the learning rate of each step and each epoch."""
     seen: list[float] = []
     scheduled = model(hvdtrain.keras.DistributedOptimizer(sgd()))
     notes = keras.callbacks.LambdaCallback(
@@ -290,9 +261,10 @@ def rates() -> dict[str, Any]:
     return {"lr": fitted(scheduled, epochs=4, callbacks=[*changes, notes])["lr"], "rates": seen}
 
 
-def refusals() -> dict[str, str]:
+def errors() -> dict[str, str]:
+    """Return the errors of unsupported calls, by name."""
     distributed = hvdtrain.keras.DistributedOptimizer
-    asked = {
+    calls = {
         "unknown": lambda: distributed(sgd(), strategy="powersdg"),
         "native": lambda: distributed(sgd(), strategy="native"),
         "compression": lambda: distributed(sgd(), strategy="powersgd", compression=hvd.Compression.fp16),
@@ -306,19 +278,17 @@ def refusals() -> dict[str, str]:
         "half tape": lambda: _half(lambda: hvd.DistributedGradientTape(tf.GradientTape(), strategy="powersgd")),
         "shapes": lambda: hvd.allreduce(tf.zeros(2 + hvd.rank()), name="shapes"),
     }
-    if STREAMS:
-        asked["join"] = hvd.join
-        asked["adasum"] = lambda: hvd.allreduce(tf.ones(2), op=hvd.Adasum)
-        asked["weights"] = lambda: _apart(distributed(plain(), strategy="local-sgd"))
-    found = {}
-    for name, call in asked.items():
+    if ON_TCP:
+        calls["join"] = hvd.join
+        calls["adasum"] = lambda: hvd.allreduce(tf.ones(2), op=hvd.Adasum)
+        calls["weights"] = lambda: _apart(distributed(plain(), strategy="local-sgd"))
+    report = {}
+    for name, call in calls.items():
         try:
             call()
-        except REFUSALS as error:
-            found[name] = f"{type(error).__name__}: {error}"
-        else:
-            found[name] = "nothing was raised"
-    return found
+        except ERRORS as error:
+            report[name] = f"{type(error).__name__}: {error}"
+    return report
 
 
 def _in_session() -> None:
@@ -327,7 +297,7 @@ def _in_session() -> None:
 
 
 def _apart(optimizer: Any) -> None:
-    """Ranks begin with different weights, and broadcast nothing."""
+    """Ranks start with different weights and do not broadcast."""
     model(optimizer, 3 + hvd.rank()).fit(*data(), BATCH, verbose=0)
 
 
@@ -348,9 +318,11 @@ def _compiled(optimizer: Any) -> None:
 def main() -> None:
     hvd.init(process_sets=[RANK_1])
     hvd.init()
-    tf.config.threading.set_intra_op_parallelism_threads(1)  # TensorFlow has not begun yet
+    tf.config.threading.set_intra_op_parallelism_threads(1)  # init must not start TensorFlow
     folder = Path(sys.argv[1])
-    report = {"names": names(), "calls": calls(), "refusals": refusals(), "fits": fits(folder)}
+    for module, own in ((horovod.tensorflow, hvd), (horovod.keras, hvdtrain.keras)):
+        assert all(hasattr(own, name) for name in vars(module) if not name.startswith("_"))
+    report = {"calls": calls(), "errors": errors(), "fits": fits(folder)}
     every = hvd.allgather_object(report["calls"])
     if hvd.rank() == 0:
         report["calls"] = {name: [each[name] for each in every] for name in report["calls"]}

@@ -1,6 +1,6 @@
-"""A script that trains its own model by `hvdtrain.train`, in PyTorch or Keras. For test_own_train.py.
+"""A script that trains its own model with `hvdtrain.train`, in PyTorch or Keras, for test_own_train.py.
 
-Usage: own_train.py FRAMEWORK FOLDER [JSON of settings]; each rank leaves the weights it holds afterwards in FOLDER.
+Usage: own_train.py FRAMEWORK FOLDER [JSON of settings]; each rank saves its final weights in FOLDER.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ PARTS = {"train": (X[:400], Y[:400]), "validation": (X[400:500], Y[400:500]), "t
 SETTINGS = {"epochs": 2, "global_batch_size": 48, "checkpoint_steps": 3, "keep_checkpoints": 9, "lr": 0.1}
 
 
-def made(framework: str, seed: int, dropout: float = 0.0) -> Any:
-    """A model with these random weights, among them some that are not trained."""
+def new_model(framework: str, seed: int, dropout: float = 0.0) -> Any:
+    """Return a model with random weights, some of which are not trained."""
     if framework == "torch":
         import torch
 
@@ -42,8 +42,8 @@ def made(framework: str, seed: int, dropout: float = 0.0) -> Any:
 
 
 def trained(framework: str, start: int, dropout: float = 0.0, **settings: Any) -> tuple[Any, Any]:
-    """The model and the summary of its run."""
-    model = made(framework, start, dropout)
+    """Train a model; return it and the run's summary."""
+    model = new_model(framework, start, dropout)
     if framework == "torch":
         import torch
 
@@ -56,14 +56,14 @@ def trained(framework: str, start: int, dropout: float = 0.0, **settings: Any) -
 
 
 def weights(model: Any) -> list[np.ndarray]:
-    """All of them, in the model's order."""
+    """Return all weights in the model's order."""
     if hasattr(model, "state_dict"):
         return [each.numpy() for each in model.state_dict().values()]
     return [np.asarray(each) for each in model.get_weights()]
 
 
 def answers(model: Any, inputs: np.ndarray) -> np.ndarray:
-    """The likeliest class of each input, found without hvdtrain."""
+    """Return the likeliest class of each input, computed without hvdtrain."""
     if hasattr(model, "state_dict"):
         import torch
 
@@ -73,10 +73,10 @@ def answers(model: Any, inputs: np.ndarray) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    framework, folder, *told = sys.argv[1:]
-    rank, asked = launch_env().rank, json.loads(told[0]) if told else {}
-    if asked.pop("cut", None) and rank == 1:  # as one who shares data out by himself
+    framework, folder, *rest = sys.argv[1:]
+    rank, settings = launch_env().rank, json.loads(rest[0]) if rest else {}
+    if settings.pop("cut", None) and rank == 1:  # the mistake of sharding the data in the script
         PARTS["train"] = PARTS["train"][0][:-1], PARTS["train"][1][:-1]
-    model, summary = trained(framework, rank, **asked)
+    model, summary = trained(framework, rank, **settings)
     np.savez(Path(folder) / f"rank{rank}.npz", *weights(model))
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps([summary.test_scores, summary.train_s]))

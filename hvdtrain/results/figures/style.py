@@ -11,6 +11,7 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -25,55 +26,12 @@ LINES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 LONG = (0, (9, 3))
 """Dashes of a line that is not a measurement"""
 
+STYLE = Path(__file__).with_name("figures.mplstyle")
 WIDE = 10.0
 """Values that differ by more than this factor get a logarithmic scale"""
 
 WIDTH_IN = 6.7
 """The text width of an A4 page, so that a figure needs no scaling"""
-
-SETTINGS: Any = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans", "sans-serif"],
-    "font.size": 8.5,
-    "axes.titlesize": 9,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.labelsize": 8.5,
-    "axes.edgecolor": SOFT,
-    "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
-    "axes.facecolor": "none",
-    "axes.linewidth": 0.7,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.formatter.use_mathtext": False,
-    "figure.facecolor": PAPER,
-    "figure.dpi": 100,
-    "figure.titlesize": 10,
-    "grid.color": GRID,
-    "grid.linewidth": 0.6,
-    "hatch.linewidth": 0.6,
-    "legend.fontsize": 8,
-    "legend.title_fontsize": 8,
-    "legend.frameon": False,
-    "legend.handlelength": 2.8,
-    "lines.linewidth": 1.5,
-    "lines.markersize": 5,
-    "errorbar.capsize": 2.5,
-    "patch.linewidth": 0.5,
-    "savefig.dpi": 200,
-    "text.color": INK,
-    "text.parse_math": False,  # a host's name may contain a $
-    "xtick.color": SOFT,
-    "ytick.color": SOFT,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "pdf.fonttype": 42,
-}
 
 # Metadata that differ between calls or machines are left out of the file.
 UNDATED: dict[str, dict[str, None]] = {
@@ -88,7 +46,7 @@ def settings(extra: Any = None) -> Iterator[None]:
     """Uses our matplotlib settings inside the block."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(SETTINGS)
+        matplotlib.rcParams.update(matplotlib.rc_params_from_file(STYLE, use_default_template=False))
         matplotlib.rcParams.update(extra or {})
         yield
 

@@ -119,14 +119,12 @@ def _totals(hosts: Sequence[HostEnergy]) -> dict[str, Any]:
         return {"energy_absent": printable(reasons) or None}
     unused = {f"{host.host}:{name}" for host in hosts for name in host.energy_j if not host.used.get(name, True)}
     used_j = [joules for name, joules in by_device.items() if name not in unused]
-    idle_j = [joules for name, joules in by_device.items() if name in unused]
     seconds = max(host.seconds for host in hosts)
     baselines_w = [watts for host in hosts for watts in host.baseline_w.values()]
     return {
         "energy_absent": printable(reasons) or None,
         "energy_j": math.fsum(by_device.values()),
         "energy_used_j": math.fsum(used_j) if used_j else None,
-        "idle_energy_j": math.fsum(idle_j) if idle_j else None,
         "power_w": math.fsum(by_device.values()) / seconds if seconds else None,
         "baseline_w": math.fsum(baselines_w) if baselines_w else None,
         "idle_devices": printable(",".join(sorted(unused))),

@@ -55,7 +55,7 @@ def _below(root: Path, seen: set[tuple[int, int]], problems: list[Problem]) -> I
             except UnicodeEncodeError:
                 problems.append(Problem(str(folder), None, "ignored, because its name is not UTF-8; hint: rename it"))
             continue
-        if "point.json" in names or names.get("metrics"):
+        if "experiment.json" in names or names.get("metrics"):
             what = "no manifest.json: the run never started, or its folder is incomplete"
             problems.append(Problem(str(folder), None, what))
             continue

@@ -76,10 +76,10 @@ def manifest(run_dir: Path | str) -> records.Manifest:
     return records.read_document(Path(run_dir) / "manifest.json", records.Manifest)
 
 
-def point(run_dir: Path | str) -> records.Point | None:
-    """The sweep's point; None for a run that was started by hand."""
-    path = Path(run_dir) / "point.json"
-    return records.read_document(path, records.Point) if folders.exists(path) else None
+def experiment(run_dir: Path | str) -> records.Experiment | None:
+    """The record of the sweep; None for a run that was started by hand."""
+    path = Path(run_dir) / "experiment.json"
+    return records.read_document(path, records.Experiment) if folders.exists(path) else None
 
 
 def epochs(run_dir: Path | str) -> pd.DataFrame:

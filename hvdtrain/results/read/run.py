@@ -34,8 +34,8 @@ def row(folder: Path, problems: list[Problem]) -> dict[str, Any]:
         found |= _settings_of(manifest)
         score_columns, declared = scores.row(manifest.metric, str(folder / "manifest.json"))
         found |= score_columns
-        if exists(folder / "point.json"):
-            found |= _point(records.read_document(folder / "point.json", records.Point))
+        if exists(folder / "experiment.json"):
+            found |= _experiment(records.read_document(folder / "experiment.json", records.Experiment))
             if SET_ASIDE.fullmatch(folder.name):
                 found["marked"] = found["marked"] or "set aside by its sweep"
         if found["hosts"] == 1:
@@ -65,7 +65,6 @@ def _settings_of(manifest: records.Manifest) -> dict[str, Any]:
     cpu_ranks = [rank for rank in manifest.ranks if rank.get("device") == "cpu"]
     cores = {str(rank.get("host")): rank.get("cores") for rank in cpu_ranks}
     processors = sorted({str(rank["cpu"]) for rank in manifest.ranks if rank.get("cpu")})
-    parameters = number(manifest.model.get("parameters"))
     return {
         "started_utc": printable(manifest.started_utc),
         "workload": printable(manifest.workload),
@@ -82,8 +81,7 @@ def _settings_of(manifest: records.Manifest) -> dict[str, Any]:
         "precision": text(config.get("precision")),
         "rate_mbit": _rate_mbit(manifest.links),
         "goodput_mbit": min(numbers(link.get("goodput_mbit") for link in manifest.links), default=None),
-        "parameters": parameters,
-        "payload_bytes": parameters and FP32_BYTES * parameters,
+        "parameters": number(manifest.model.get("parameters")),
         "rank_batch": number(plan.get("rank_batch")),
         "global_batch": number(plan.get("global_batch")),
         "epochs": number(config.get("epochs")),
@@ -116,19 +114,19 @@ def _rate_mbit(links: list[dict[str, Any]]) -> float | None:
     return min(numbers(each.get(key) for each in throttles for key in ("up_mbit", "down_mbit")), default=None)
 
 
-def _point(point: records.Point) -> dict[str, Any]:
-    cluster = point.settings.get("cluster")
+def _experiment(experiment: records.Experiment) -> dict[str, Any]:
+    cluster = experiment.settings.get("cluster")
     found: dict[str, Any] = {
         "fill": number(cluster.get("fill")) if isinstance(cluster, dict) else None,
-        "sweep": printable(point.sweep),
-        "point": printable(point.point),
-        "repeat": point.repeat,
-        "launcher": text(point.settings.get("launcher")),
-        "kind": printable(point.kind),
+        "sweep": printable(experiment.sweep),
+        "experiment": printable(experiment.experiment),
+        "repeat": experiment.repeat,
+        "launcher": text(experiment.settings.get("launcher")),
+        "kind": printable(experiment.kind),
     }
-    if point.marked is not None:
-        found["marked"] = printable(point.marked)
-    return found if point.rate_mbit is None else found | {"rate_mbit": point.rate_mbit}
+    if experiment.marked is not None:
+        found["marked"] = printable(experiment.marked)
+    return found if experiment.rate_mbit is None else found | {"rate_mbit": experiment.rate_mbit}
 
 
 # --- measurements -----------------------------------------------------------------------------------------------------

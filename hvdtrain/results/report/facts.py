@@ -1,4 +1,4 @@
-"""The surroundings of the runs: software, machines and commands, from their manifests and points."""
+"""The surroundings of the runs: software, machines and commands, from the records of their runs."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def commands(loaded: Loaded) -> Iterator[tuple[str, str]]:
         needs = "hosts not recorded" if hosts is None else f"hosts: {hosts:g}, ranks: {hosts * per_host:g}"
         if rate is not None:
             needs += f", links: tools/throttle.sh {rate:g}mbit"
-        point = frame.point(run_dir)
-        words = point.command if point else _program(frame.manifest(run_dir))
+        experiment = frame.experiment(run_dir)
+        words = experiment.command if experiment else _program(frame.manifest(run_dir))
         yield f"# {needs}", shlex.join(without_secrets(words))
 
 

@@ -14,9 +14,9 @@ from hvdtrain.results.statistics import summary
 from hvdtrain.results.tables.columns import (
     SPREAD_NOTE,
     N,
+    cells,
     group_notes,
     grouped,
-    key_cells,
     key_column,
     score_columns,
 )
@@ -79,10 +79,8 @@ def table(loaded: Loaded, target: float = 0.95, group_by: Sequence[str] | None =
         times = [reached(*member, target, loaded.problems) for member in members]
         timed = [time for time, kind in zip(times, group.column("kind"), strict=True) if time and kind == "timing"]
         rows.append(
-            key_cells(group, shown)
-            | {one.key: group.statistic(one.key) for one in figures}
+            cells(group, shown, figures)
             | {
-                "n": group.n,
                 "reached": f"{sum(time is not None for time in times)} of {group.n}",
                 "epochs_to_target": summary(time.epoch for time in times if time),
                 "train_to_target_s": summary(time.train_s for time in timed),

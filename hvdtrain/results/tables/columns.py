@@ -28,7 +28,7 @@ FIGURES: dict[str, Column] = {
     "samples_per_s": Column("samples_per_s", "throughput", "samples/s", spread=False),
     "data_s": Column("data_s", "data", "ms", 1e3, spread=False),
     "compute_s": Column("compute_s", "compute", "ms", 1e3, spread=False),
-    "communication_s": Column("communication_s", "waiting for exchange", "ms", 1e3),
+    "communication_s": Column("communication_s", "exchange", "ms", 1e3),
     "communication_share": Column("communication_share", "waiting for exchange", "%", 100, spread=False),
     "network_bytes_per_step": Column("network_bytes_per_step", "network per step", "MB", 1e-6, spread=False),
     "limit_bytes_per_step": Column("limit_bytes_per_step", "network limit", "MB", 1e-6),
@@ -46,6 +46,11 @@ def key_column(name: str) -> Column:
 
 def key_cells(group: Group, names: Sequence[str]) -> dict[str, Any]:
     return {name: short(name, group.value(name)) for name in names}
+
+
+def cells(group: Group, names: Sequence[str], figures: Sequence[Column]) -> dict[str, Any]:
+    """The settings `names`, the number of runs, and the statistics of the measurements."""
+    return key_cells(group, names) | {"n": group.n} | {one.key: group.statistic(one.key) for one in figures}
 
 
 def score_columns(runs: pd.DataFrame, part: str = "test", names: Sequence[str] = ()) -> list[Column]:

@@ -16,9 +16,9 @@ from hvdtrain.results.tables.columns import (
     FIGURES,
     SPREAD_NOTE,
     N,
+    cells,
     group_notes,
     grouped,
-    key_cells,
     key_column,
     score_columns,
 )
@@ -52,10 +52,7 @@ def overview(loaded: Loaded, group_by: Sequence[str] | None = None) -> Table:
     figures += score_columns(runs)
     if runs["energy_j"].notna().any():
         figures.append(FIGURES["energy_j"])
-    rows = [
-        key_cells(group, shown) | {"n": group.n} | {each.key: group.statistic(each.key) for each in figures}
-        for group in found
-    ]
+    rows = [cells(group, shown, figures) for group in found]
     columns = [key_column(name) for name in shown] + [N, *figures]
     notes = [
         SPREAD_NOTE,
@@ -70,17 +67,15 @@ def overview(loaded: Loaded, group_by: Sequence[str] | None = None) -> Table:
 def phases(loaded: Loaded, group_by: Sequence[str] | None = None) -> Table:
     """The phases of a run, and the parts of a step."""
     found, shown = grouped(loaded.runs, group_by)
-    names = ["train_s", "validation_s", "test_s", "checkpoint_s", "data_s", "compute_s", "communication_s"]
-    rows = [
-        key_cells(group, shown) | {"n": len(group.values("train_s"))} | {name: group.statistic(name) for name in names}
-        for group in found
-    ]
-    columns = [key_column(name) for name in shown] + [N] + [FIGURES[name] for name in names]
+    names = ("train_s", "validation_s", "test_s", "checkpoint_s", "data_s", "compute_s", "communication_s")
+    figures = [FIGURES[name] for name in names]
+    rows = [cells(group, shown, figures) | {"n": len(group.values("train_s"))} for group in found]
+    columns = [key_column(name) for name in shown] + [N, *figures]
     notes = [
         SPREAD_NOTE,
         "train, validation, test, checkpoint: seconds per run, without loading and initialisation (MLPerf's rule)",
-        "data, compute, waiting for exchange: milliseconds per step of rank 0, without warm-up. Communication that "
-        "backward hides counts as compute. -: the framework cannot separate them",
+        "data, compute, exchange: milliseconds per step of rank 0, without warm-up; data and exchange are waiting "
+        "times. Communication that backward hides counts as compute. -: the framework cannot separate them",
         *group_notes(loaded.runs, found, shown, group_by),
     ]
     spare = ("n", "checkpoint_s", "test_s", "validation_s", "data_s")

@@ -31,7 +31,7 @@ VARIES_INSIDE = {"strong": "rank_batch", "weak": "global_batch"}
 """The batch that differs between the points of a curve, so that it cannot name the curve"""
 NOTES = (
     "train: seconds of the training phase; speed-up: T_base / T_n of the training phase with its 95 % interval (Welch, "
-    "on logarithms); end to end: the same with validation, test and checkpoints",
+    "on logarithms); end-to-end speed-up: with validation, test and checkpoints",
     "waiting for exchange: share of a step that rank 0 waits after backward",
     "network per step: bytes of the busiest host's NIC (sent or received) including headers; network limit: "
     "2 (h - 1) / h x 4 bytes x parameters, the least that each host sends in an fp32 all-reduce over h hosts",
@@ -49,7 +49,7 @@ def table(loaded: Loaded, count: Count | None = None, baseline: Baseline | None 
         N,
         FIGURES["train_s"],
         Column("speedup", "speed-up"),
-        Column("speedup_end_to_end", "end to end", spread=False),
+        Column("speedup_end_to_end", "end-to-end speed-up", spread=False),
         Column("efficiency", "efficiency", "%", 100, spread=False),
         *(FIGURES[name] for name in ("communication_share", "network_bytes_per_step", "limit_bytes_per_step")),
         *([Column("suspect", "suspect")] if any(row.suspect for row in rows) else []),

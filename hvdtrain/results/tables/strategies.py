@@ -44,8 +44,8 @@ NOTES = (
     "threads, with its 95 % interval (Welch, on logarithms)",
     "network to target: bytes of the busiest host's NIC (sent or received) over the whole run, including headers, "
     "other traffic and evaluations, times the share of its steps until the target",
-    "network limit: time of the strategy's payload per step (rank 0's, without warm-up) at 0.936 of the rate; network "
-    "efficiency: network limit / time of the exchange, which includes waiting for slower hosts. If the exchange "
+    "exchange at full rate: time of the strategy's payload per step (rank 0's, without warm-up) at 0.936 of the rate; "
+    "network efficiency: that time / time of the exchange, which includes waiting for slower hosts. If the exchange "
     "overlaps with computation, its time is at most a step, so the efficiency is a lower bound",
     "waiting for exchange: share of a step of rank 0; final: score of the test split at the end of the run",
     "fp32 all-reduce / compute: time of a full-precision all-reduce at 0.936 of the rate, compared with a step's "
@@ -62,7 +62,7 @@ FIGURE_COLUMNS = (
     Column("interpolated_s", "time to target, interpolated", "s", spread=False),
     Column("steps_to_target", "steps to target", spread=False),
     Column("bytes_to_target", "network to target", "MB", 1e-6, spread=False),
-    Column("strategy_limit_s_per_step", "network limit", "ms", 1e3, spread=False),
+    Column("strategy_limit_s_per_step", "exchange at full rate", "ms", 1e3, spread=False),
     Column("network_efficiency", "network efficiency", "%", 100, spread=False),
     FIGURES["communication_share"],
     Column("allreduce_ratio", "fp32 all-reduce / compute", "x", spread=False),

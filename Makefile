@@ -3,7 +3,7 @@ FRAMEWORKS ?=
 SHELL := bash
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench bench-network bench-strategies bench-stages gpu-check clean
+.PHONY: help setup demo test lint bench bench-network bench-strategies bench-stages gpu-check docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -41,8 +41,15 @@ bench-strategies: setup  ## every strategy to a test accuracy at 10, 100, 1000 M
 bench-stages: setup  ## pipeline stages, data parallelism and torch's pipelining (root): BENCH_ARGS='--rates 10mbit'
 	. .venv/bin/activate && python tools/bench_stages.py $(BENCH_ARGS)
 
+docs:  ## build the documentation site into site/, which opens offline
+	@tools/setup.sh $(FRAMEWORKS)
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+		--constraint tools/constraints.txt --editable '.[docs]'
+	.venv/bin/python tools/docs_reference.py
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet
+
 gpu-check:  ## run the GPU tests, no network needed: PYTHON=python3 WHEELS=dir
 	@tools/gpu_check.sh $(WHEELS)
 
 clean:  ## remove .venv and the tools' caches; results and ~/.cache/hvdtrain stay
-	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

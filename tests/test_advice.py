@@ -67,7 +67,7 @@ def test_ranks_that_wait_for_slower_ones_are_advised_to_use_unequal_shares() -> 
 
 def test_the_network_time_is_that_of_the_slowest_link() -> None:
     links = [{"goodput_mbit": rate} for rate in (9.36, 93.6, None)]
-    assert network_s(1_334_970, 2, links) == pytest.approx(4.564, rel=1e-3), "as in docs/RESULTS.md"
+    assert network_s(1_334_970, 2, links) == pytest.approx(4.564, rel=1e-3), "as in docs/benchmarks/horovod-and-ddp.md"
     assert network_s(1_334_970, 2, [{"goodput_mbit": None}]) is None
 
 

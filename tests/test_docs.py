@@ -1,10 +1,14 @@
-"""What the documents say: their links lead somewhere, and the commands in them are ones that the programs take."""
+"""The documentation: its links, its commands, its generated pages and figures, and the README typed as one session."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +19,13 @@ from conftest import ROOT
 from hvdtrain import cli, strategies
 from hvdtrain.config import parser
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md")])
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("*/README.md")])
+KINDS = {"tutorial", "how-to", "reference", "explanation"}
 
 
 def anchors(page: Path) -> set[str]:
-    """What `page.md#...` may name: its headings as GitHub writes them, and the `<a id>` in it."""
+    """Anchors of a page: its headings as GitHub writes them, and the `<a id>` in it."""
     text = page.read_text()
     headings = (re.sub(r"[`*]", "", line).strip().lower() for line in re.findall(r"^#+ (.*)$", text, re.MULTILINE))
     return {re.sub(r"[^\w\- ]", "", line).replace(" ", "-") for line in headings} | set(
@@ -28,9 +34,10 @@ def anchors(page: Path) -> set[str]:
 
 
 def broken(page: Path) -> list[str]:
-    """Links of the page that lead to no file of the checkout, or to no anchor in it."""
+    """Links and images of the page that lead to no file of the checkout, or to no anchor in it."""
     found = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    for link in re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"", page.read_text()):
+        link = "".join(link)
         target, _, anchor = link.partition("#")
         if re.match(r"[a-z]+:", link):
             continue
@@ -56,8 +63,10 @@ SCRIPTS = {"tools/cluster.sh": "cluster", "tools/throttle.sh": "throttle"}
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """Our commands in the page's code blocks, as words, without what starts them (mpirun, sudo, a prompt)."""
-    blocks = re.findall(r"^ {4}(.*)$", page.read_text(), re.MULTILINE)
+    """hvdtrain's commands in the page's code blocks, as words, without launchers, sudo and prompts."""
+    text = page.read_text()
+    blocks = re.findall(r"^```(?:bash|text)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    blocks += re.findall(r"^ {4}(.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.MULTILINE)
     for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
         if not re.match(STARTERS, line) or line.endswith("..."):
             continue
@@ -83,6 +92,8 @@ def parse(words: list[str]) -> None:
     """Parses a command as its program does, without running it; raises what it raises."""
     program, *arguments = words
     if program == "hvdtrain":
+        if not arguments or arguments == ["train"]:  # these list the commands
+            return
         known = cli.commands("train" if arguments[0] == "train" else "")
         name = next(name for name in known if tuple(arguments[: len(name)]) == name)
         known[name][1].parser().parse_args(arguments[len(name) :])
@@ -113,6 +124,80 @@ def test_commands_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_readme_is_short_and_ci_runs_its_commands() -> None:
     readme = (ROOT / "README.md").read_text()
-    assert readme.count("\n") <= 130
+    assert readme.count("\n") <= 120
     assert {"    make demo ", "    make test "} <= {line[:14] for line in readme.splitlines()}
     assert "\nstep make test\n" in (ROOT / ".ci" / "run").read_text()
+
+
+def session() -> list[str]:
+    """The commands of the README's session, in order."""
+    (block,) = re.findall(r"<!-- session -->\n```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return [line.partition("  #")[0].strip() for line in block.splitlines()]
+
+
+@pytest.mark.root
+def test_the_readme_typed_in_order_is_one_session(tmp_path: Path) -> None:
+    """In a clone, with a cluster name that no other test uses. Every command has three minutes."""
+    clone, name = tmp_path / "hvdtrain", f"r{os.getpid() % 10_000_000}"
+    subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
+    (clone / ".venv").symlink_to(ROOT / ".venv")
+    script = ["set -e"]
+    for line in session():
+        line = re.sub(r"(cluster\.sh (?:up|down)|cluster exec|throttle\.sh \S+)", rf"\1 --name {name}", line)
+        if not shutil.which("sudo"):
+            line = line.removeprefix("sudo ")
+        script.append(f"echo '$' {shlex.quote(line)}; SECONDS=0; {line}; echo \"took $SECONDS s\"")
+    try:
+        done = subprocess.run(
+            ["bash", "-c", "\n".join(script)], cwd=clone, capture_output=True, text=True, timeout=180 * len(session())
+        )
+    finally:
+        down = [ROOT / "tools" / "cluster.sh", "down", "--name", name]
+        subprocess.run(down, capture_output=True, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    took = [int(each) for each in re.findall(r"^took (\d+) s$", done.stdout, re.MULTILINE)]
+    assert len(took) == len(session()) and max(took) <= 180, took
+    rows = re.findall(r"^(allreduce|powersgd:rank=4) .*$", done.stdout, re.MULTILINE)
+    assert sorted(rows) == ["allreduce"] * 3 + ["powersgd:rank=4"], done.stdout[-3000:]
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: str(page.relative_to(DOCS)))
+def test_each_page_has_a_kind_and_a_place_in_the_navigation(page: Path) -> None:
+    (kind,) = re.findall(r"^<!-- type: ([\w-]+)", page.read_text(), re.MULTILINE)
+    assert kind in KINDS
+    assert f": {page.relative_to(DOCS)}\n" in (ROOT / "mkdocs.yml").read_text()
+
+
+@pytest.mark.parametrize("script", ["docs_reference.py", "docs_figures.py"])
+def test_generated_pages_and_figures_are_up_to_date(script: str) -> None:
+    done = subprocess.run([sys.executable, ROOT / "tools" / script, "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("figure", sorted(DOCS.glob("figures/*.svg")), ids=lambda path: path.name)
+def test_a_figure_has_a_title_a_description_and_both_variants(figure: Path) -> None:
+    assert re.search(r"<title>.+</title>\n<desc>.+</desc>", figure.read_text())
+    name, _, theme = figure.stem.rpartition("-")
+    assert (figure.parent / f"{name}-{'dark' if theme == 'light' else 'light'}.svg").exists()
+
+
+def test_messages_of_the_troubleshooting_page_are_the_programs_messages() -> None:
+    """Except for messages of Open MPI, Slurm and GCC, and one that is composed."""
+    foreign = {"There are not enough slots available", "can not load PMIx library", "unknown strategy", "cstdint"}
+    sources = [path.read_text() for path in [*(ROOT / "hvdtrain").rglob("*.py"), ROOT / "tools" / "setup.sh"]]
+    page = (DOCS / "guides" / "troubleshooting.md").read_text()
+    rows = [row.split("|")[1] for row in re.findall(r"^\| `.*$", page, re.MULTILINE)]
+    messages = {message for row in rows for message in re.findall(r"`([^`]+)`", row)}
+    text = re.sub(r"\"\n\s+f?\"", "", "\n".join(sources))
+    assert {message for message in messages if message not in text} == foreign
+
+
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="make docs installs it")
+    build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", tmp_path / "site"]
+    done = subprocess.run(
+        build, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    for page in (tmp_path / "site").rglob("*.html"):
+        assert not re.findall(r"<(?:script|link|img|source)[^>]+(?:src|href)=\"https?:", page.read_text()), page

@@ -1,4 +1,4 @@
-"""The files of examples/, run as in docs/OWN.md: two ranks, on one host or on two."""
+"""The files of examples/, run as in docs/guides/: two ranks, on one host or on two."""
 
 from __future__ import annotations
 
@@ -63,9 +63,10 @@ def test_own_model_over_hosts_sends_less_with_powersgd(tmp_path: Path) -> None:
     assert 0 < steps[0]["bytes_sent"] < parameters, "a quarter of the bytes of a ring"
 
 
-def test_the_example_in_own_md_learns(tmp_path: Path) -> None:
+def test_the_example_of_the_guide_learns(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    (code,) = re.findall(r"^```python\n(import torch\n.*?)^```$", (ROOT / "docs" / "OWN.md").read_text(), re.M | re.S)
+    page = (ROOT / "docs" / "guides" / "hvdtrain-train.md").read_text()
+    (code,) = re.findall(r"^```python\n(import torch\n.*?)^```$", page, re.M | re.S)
     (tmp_path / "diabetes.py").write_text(code)
     done = launch(0, [str(tmp_path / "diabetes.py")], extra={"HVDTRAIN_RUN_DIR": str(tmp_path / "run")})
     assert done.returncode == 0, done.stderr[-3000:]

@@ -113,7 +113,7 @@ install() {
     pip install --constraint tools/constraints.txt setuptools wheel
     [[ $extent == demo ]] || extras+=,captions,dev,results,tensorboard
     pip install --constraint tools/constraints.txt --no-build-isolation --editable ".[$extras]" "${packages[@]}"
-    # For the readings in it alone (docs/SOLAR.md): of what it imports nothing is needed.
+    # For the readings in it alone (docs/workloads/solar.md): of what it imports nothing is needed.
     [[ $extent == demo ]] || pip install --constraint tools/constraints.txt --no-deps pvanalytics
     extend_activate "$mpi"
     HVDTRAIN_MPI=$mpi .venv/bin/python tools/build_horovod.py "$frameworks"

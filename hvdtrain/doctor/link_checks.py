@@ -100,7 +100,7 @@ def judge_ports(tried: Mapping[tuple[str, str], list[dict[str, Any]]], addresses
 
 
 def judge_congestion(tried: Mapping[tuple[str, str], list[dict[str, Any]]]) -> list[Check]:
-    """Warn of BBR, which sent thousands of packets twice on slow links (docs/DECISIONS.md)."""
+    """Warn of BBR, which sent thousands of packets twice on slow links (docs/project/decisions.md)."""
     senders = [
         a for (a, _), results in tried.items() if any("bbr" in result.get("congestion", "") for result in results)
     ]

@@ -31,7 +31,7 @@ KERAS_EXTRAS = ("matplotlib", "pandas", "scipy", "sklearn")
 """Packages that Keras imports if they are installed.
 
 `import tensorflow` imports Keras, which is not used here. Without these packages a rank needs 1.5 to 2.5 s less
-processor time to start, and 150 MB less memory (docs/DECISIONS.md)."""
+processor time to start, and 150 MB less memory (docs/project/decisions.md)."""
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def without_modules(names: tuple[str, ...]) -> Iterator[None]:
             del sys.modules[name]
 
 
-# TensorFlow enables oneDNN by default only with AVX-512 (docs/KNOWN_ISSUES.md).
+# TensorFlow enables oneDNN by default only with AVX-512 (docs/project/known-issues.md).
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 with stderr.suppress(BUILD_NOTES), without_modules(KERAS_EXTRAS):
     import tensorflow as tf

@@ -1,7 +1,7 @@
 """Choose settings of Horovod and Open MPI that suit a link, each with its reason.
 
 The defaults of Horovod and Open MPI suit fast networks. At 10 to 1000 Mbit/s, four of them cost most time. All four can
-be changed from outside (measured with tools/bench_network.py; see docs/DECISIONS.md):
+be changed from outside (measured with tools/bench_network.py; see docs/project/decisions.md):
 
 - Open MPI's TCP sends a large message as one "put". The other side's request for its own put waits behind it, so the
   two directions of the link take turns, and most algorithms reach at most two thirds of the bandwidth. If messages are
@@ -185,7 +185,7 @@ def openmpi_settings(link: Link) -> list[Setting]:
 def advice(link: Link, backend: str) -> str | None:
     """Advice to use PyTorch's DistributedDataParallel, if it is known to be faster than Horovod on this link.
 
-    The seconds in the advice are those of an epoch in docs/RESULTS.md.
+    The seconds in the advice are those of an epoch in docs/benchmarks/horovod-and-ddp.md.
     """
     if link.hosts < 2 or not link.quota or (link.rate_bit_s or ASSUMED_BIT_S) < POLLING_FROM_BIT_S:
         return None

@@ -67,7 +67,7 @@ def convolved(x: tf.Tensor, kernel: tf.Tensor, stride: int) -> tf.Tensor:
     zeros.
 
     A single output pixel is computed as a matrix product: on a CPU the gradients of such a convolution take ten times
-    as long (docs/DECISIONS.md).
+    as long (docs/project/decisions.md).
     """
     (height, width), side, padding = x.shape[1:3], kernel.shape[0], kernel.shape[0] // 2
     single = height is not None and width is not None and max(height, width) <= stride

@@ -39,7 +39,8 @@ class Named(nn.Module):
 
 SAFE_CHANNELS = 16
 """Input channels that a strided 1x1 convolution must have. With fewer, in channels-last layout, oneDNN's backward
-writes out of bounds: wrong gradients or a crash (oneDNN issue 6035; PyTorch 2.13 on AVX2; see docs/KNOWN_ISSUES.md)"""
+writes out of bounds: wrong gradients or a crash (oneDNN issue 6035; PyTorch 2.13 on AVX2; see
+docs/project/known-issues.md)"""
 FEW_PIXELS = 4
 """Output maps up to this size are computed as a matrix product on CPUs"""
 
@@ -48,8 +49,8 @@ def convolved(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
     """F.conv2d(x, weight, None, stride, padding), computed in the fastest correct way for small maps on CPUs.
 
     oneDNN's gradient of a 512x512x3x3 kernel on maps of one pixel takes 20 times as long as a matrix product
-    (docs/DECISIONS.md). In half precision PyTorch 2.13 leaves gradients of a strided kernel's outer columns unset if
-    the image is one pixel wide.
+    (docs/project/decisions.md). In half precision PyTorch 2.13 leaves gradients of a strided kernel's outer columns
+    unset if the image is one pixel wide.
     """
     kernel = weight.shape[2]
     if kernel == 1 and weight.shape[1] < SAFE_CHANNELS:

@@ -47,8 +47,8 @@ class Stages:
         mesh = Mesh(ranks=ranks, stages=config.stages, across=config.stage_across)
         if config.stages > 1 and not layers:
             raise Failure(
-                f"--stages {config.stages}: {model} cannot be partitioned; hint: docs/STAGES.md lists the models that "
-                "can",
+                f"--stages {config.stages}: {model} cannot be partitioned; hint: docs/guides/large-models.md "
+                "lists the models that can",
                 exits.BAD_CONFIG,
             )
         if config.stages > 1 and config.precision == "fp16":

@@ -1,4 +1,4 @@
-"""What to try when ranks wait long for their exchange: the table of docs/STRATEGIES.md, with its measurements."""
+"""What to try when ranks wait long for their exchange: the table of docs/guides/choose-a-strategy.md."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def advice(config: TrainConfig, step_shares: Mapping[str, float], network_ratio:
         if config.shares is not None or current.capabilities.local_updates or micro_batches(config) > 1:
             return None
         flags = "--shares measured" if tcp else f"--strategy {ADVICE[0][0]} --shares measured"
-        return f"try {flags} (ranks wait for slower ones; {UNEQUAL_ADVICE}; docs/STRATEGIES.md)"
+        return f"try {flags} (ranks wait for slower ones; {UNEQUAL_ADVICE}; docs/guides/choose-a-strategy.md)"
     level, reason = current.capabilities.advice_level, ""
     if network_ratio is None:
         target = max(level + 1, 1)
@@ -58,4 +58,4 @@ def advice(config: TrainConfig, step_shares: Mapping[str, float], network_ratio:
     except Failure:
         return None
     reasons = "; ".join(filter(None, (reason, measurement)))
-    return f"try --strategy {strategy} ({reasons}; docs/STRATEGIES.md)"
+    return f"try --strategy {strategy} ({reasons}; docs/guides/choose-a-strategy.md)"

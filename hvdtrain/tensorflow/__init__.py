@@ -1,7 +1,8 @@
 """Drop-in module for `import horovod.tensorflow as hvd`, with Horovod's names and hvdtrain's strategies.
 
 Horovod's functions are used unchanged. `init` decides whether Horovod or, with HVDTRAIN_STRATEGY, hvdtrain's TCP
-backend carries their calls (see `hvdtrain.horovod_api.job`). docs/OWN.md lists the names and how each behaves.
+backend carries their calls (see `hvdtrain.horovod_api.job`). docs/reference/horovod-compatibility.md
+lists the names and how each behaves.
 """
 
 from __future__ import annotations

@@ -356,7 +356,8 @@ class Exchanging(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, so that training continues bit for bit if this rank saved it.
 
-        With another rank's state, such as one file for all ranks, the strategy resumes as far as it can (docs/OWN.md).
+        With another rank's state, such as one file for all ranks, the strategy resumes as far as it can
+        (docs/guides/horovod-script.md).
         Without a state of the exchange it starts again. Raises ValueError for the state of another strategy, or one
         that only the rank that saved it can load.
         """

@@ -1,4 +1,4 @@
-"""`hvdtrain.train`: the training loop of the built-in workloads for any model and data; see docs/OWN.md."""
+"""`hvdtrain.train`: the loop of the built-in workloads for any model and data; see docs/guides/hvdtrain-train.md."""
 
 from __future__ import annotations
 

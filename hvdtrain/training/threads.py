@@ -19,7 +19,7 @@ from hvdtrain.system.environment import number
 LEAST_WORK = 16e6
 """Least multiply-adds of a layer per thread: a quarter to half a millisecond of a core, several times what waking a
 sleeping thread takes. On two cores two sleeping threads were no faster than one with 4 million per layer; with 65
-million they were a fifth faster alone and a third slower alongside a copy of the run (see docs/DECISIONS.md)"""
+million they were a fifth faster alone and a third slower alongside a copy of the run (see docs/project/decisions.md)"""
 
 MOST = 4096
 """Maximum number of threads of a rank; more than any host has cores"""

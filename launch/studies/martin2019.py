@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Step and inference time over model size, by device and depth: the figures of the study in docs/SOLAR.md.
+"""Step and inference time over model size, by device and depth: the figures of the study in docs/workloads/solar.md.
 
     hvdtrain results export results/martin2019_pyramids -o runs.csv
     launch/studies/martin2019.py runs.csv time.svg

@@ -123,7 +123,7 @@ def test_the_clock_offset_is_that_of_the_quickest_answer() -> None:
         ("No ED25519 host key is known for b\nHost key verification failed.", "key is unknown"),
         ("me@b: Permission denied (publickey,password).", "requires a password"),
         ("kex_exchange_identification: read: Connection reset by peer", "before the login"),
-        ("sh: 1: exec: python3: not results", "no Python 3"),
+        ("sh: 1: exec: python3: not found", "no Python 3"),
         ("Bad owner or permissions on /home/me/.ssh/config", "Bad owner or permissions on /home/me/.ssh/config"),
     ],
 )

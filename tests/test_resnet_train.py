@@ -344,7 +344,7 @@ BAD = [
     (["--data", "nowhere"], 65, "nowhere"),
     (["--resume"], 78, "--resume DIR"),
     (["--resume", "nowhere"], 65, "--resume nowhere: no run there"),
-    (["--width", "0"], 78, "width is 0.0: give a number >= "),
+    (["--width", "0"], 78, "width is 0.0; hint: give a number >= "),
     (["--batch-size", "8", "--epochs", "1", "--warmup-epochs", "2"], 78, "--warmup-epochs"),
 ]
 
@@ -382,7 +382,7 @@ def test_hosts_that_share_no_folder_one_of_which_has_a_run_there_do_not_begin(tm
     first, second = (["-np", "1", "-wdir", str(tmp_path / place), *words] for place in ("here", "there"))
     done = finished(["mpirun", *first, ":", *second])  # fmt: skip
     assert done.returncode == 73 and done.stderr.count("hvdtrain: ") == 1, done.stderr
-    assert " already holds a run: " in done.stderr, done.stderr
+    assert " already holds a run; hint: " in done.stderr, done.stderr
     assert not (tmp_path / "here" / "run" / "manifest.json").exists()
 
 

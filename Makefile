@@ -3,12 +3,12 @@ FRAMEWORKS ?=
 SHELL := bash
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench bench-network bench-strategies bench-stages gpu-check docs clean
+.PHONY: help setup demo test lint bench bench-network bench-strategies bench-stages install-matrix gpu-check docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
 
-setup:  ## make .venv, or bring it up to date: FRAMEWORKS=torch|tensorflow|torch,tensorflow PYTHON=... HVDTRAIN_MPI=system
+setup:  ## make .venv, or bring it up to date: FRAMEWORKS=torch|tensorflow|torch,tensorflow PYTHON=... TORCH=cpu HVDTRAIN_MPI=system
 	@tools/setup.sh $(FRAMEWORKS)
 
 demo:  ## train ResNet-34 on real handwritten digits with two Horovod ranks: DEMO_ARGS='--framework tensorflow'
@@ -35,11 +35,14 @@ bench-network: setup  ## allreduce over virtual hosts against the network limit 
 	. .venv/bin/activate && python tools/bench_network.py $(BENCH_ARGS)
 
 bench-strategies: setup  ## every strategy to a test accuracy at 10, 100, 1000 Mbit/s (root): BENCH_ARGS='--set seed=1'
-	. .venv/bin/activate && hvdtrain sweep launch/sweeps/strategies.toml $(BENCH_ARGS)
+	. .venv/bin/activate && hvdtrain sweep strategies $(BENCH_ARGS)
 	. .venv/bin/activate && hvdtrain results strategies results/strategies
 
 bench-stages: setup  ## pipeline stages, data parallelism and torch's pipelining (root): BENCH_ARGS='--rates 10mbit'
 	. .venv/bin/activate && python tools/bench_stages.py $(BENCH_ARGS)
+
+install-matrix:  ## run `make demo` in minimal Debian systems (root, debootstrap; 15 minutes each)
+	@tools/install_matrix.sh
 
 docs:  ## build the documentation site into site/, which opens offline
 	@tools/setup.sh $(FRAMEWORKS)

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from hvdtrain import __version__
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.config.parser import OptionParser, parse
+from hvdtrain.launch import __main__ as launch
 from hvdtrain.system import exits
 from hvdtrain.system.arguments import Parser, near
 from hvdtrain.system.exits import Failure
@@ -77,6 +78,14 @@ examples:
 """
 
 
+LAUNCH = """Start ranks with settings that suit the link between their hosts, each printed with its reason.
+
+examples:
+  hvdtrain launch mpirun -np 2 python -m hvdtrain.resnet
+  hvdtrain launch horovodrun -H a:2,b:2 python -m hvdtrain.resnet
+"""
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """A module with `main(arguments)`, which returns the exit code, and `parser()`."""
@@ -88,6 +97,19 @@ class Part:
 
     def parser(self) -> ArgumentParser:
         return importlib.import_module(f"hvdtrain.{self.module}").parser()
+
+
+@dataclasses.dataclass(frozen=True)
+class Launcher:
+    """`hvdtrain launch NAME`, which does what launch/NAME.sh of a checkout does."""
+
+    name: str
+
+    def run(self, arguments: list[str]) -> int:
+        return launch.main([self.name, *arguments])
+
+    def parser(self) -> ArgumentParser:
+        return launch.parser(self.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +170,11 @@ class Preparation:
 
 
 # words of the command -> (purpose, command)
-COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation]] = {
+COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation | Launcher]] = {
+    ("launch", "mpirun"): ("start ranks with Open MPI's mpirun", Launcher("mpirun")),
+    ("launch", "horovodrun"): ("start ranks with Horovod's horovodrun", Launcher("horovodrun")),
+    ("slurm",): ("submit a job to Slurm that requeues itself and resumes", Part("launch.slurm")),
+    ("build-horovod",): ("build and install Horovod for the installed frameworks", Part("launch.build_horovod")),
     ("data", "list"): ("list known data sets: size, licence, source", Part("data.listed")),
     ("data", "images"): (
         "prepare a folder of images for training",
@@ -178,13 +204,13 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation]] = {
     ("sweep",): ("run a grid of experiments, skip the finished ones", Part("sweep.__main__")),
     ("results",): ("tables, plots and reports from run folders", Part("results.__main__")),
 }
-GROUPS = {"train": TRAIN, "data": DATA}
+GROUPS = {"train": TRAIN, "launch": LAUNCH, "data": DATA}
 """Command groups and their help"""
 SHELLS = ("bash", "zsh")
 HELP: tuple[list[str], ...] = ([], ["--help"], ["-h"])
 
 
-def commands(group: str) -> dict[tuple[str, ...], tuple[str, Part | Preparation | Training]]:
+def commands(group: str) -> dict[tuple[str, ...], tuple[str, Part | Preparation | Launcher | Training]]:
     """The commands of a group, or all commands except the workloads."""
     if group != "train":
         return {words: command for words, command in COMMANDS.items() if group in ("", words[0])}
@@ -210,7 +236,7 @@ def usage(group: str = "") -> str:
     if not group:
         listed = {("train", "WORKLOAD"): "train a model (`hvdtrain train` lists the workloads)", **listed}
         more += '\nFor completion in your shell: eval "$(hvdtrain --print-completion bash)" (or zsh)'
-    lines = [f"  hvdtrain {' '.join(words):<17}{about}" for words, about in listed.items()]
+    lines = [f"  hvdtrain {' '.join(words):<17} {about}" for words, about in listed.items()]
     return "\n".join([GROUPS.get(group, "hvdtrain: distributed training over ordinary networks\n"), *lines, "", more])
 
 

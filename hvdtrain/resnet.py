@@ -4,7 +4,7 @@ examples:
   python -m hvdtrain.resnet --epochs 2 --width 0.25
   horovodrun -np 4 -H a:2,b:2 python -m hvdtrain.resnet
   mpirun -np 2 python -m hvdtrain.resnet --framework tensorflow --json
-  python -m hvdtrain.resnet --config launch/presets/cruz2021_resnet34.toml --data PREPARED --dry-run
+  python -m hvdtrain.resnet --config cruz2021_resnet34 --data PREPARED --dry-run
 
 Without --data it trains on handwritten digits that come with hvdtrain. `hvdtrain data list` shows other data sets.
 """

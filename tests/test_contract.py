@@ -1,13 +1,12 @@
 """The contract of all commands: help, exit codes, errors on one line, hostile paths, --json and --dry-run.
 
-The commands come from the registry in cli.py, which includes the workloads, and from the two launchers.
+The commands come from the registry in cli.py, which includes the workloads.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import dataclasses
 import importlib
 import itertools
 import json
@@ -28,7 +27,6 @@ from PIL import Image
 from runs import make
 
 from hvdtrain import cli
-from hvdtrain.launch import __main__ as launch
 from hvdtrain.system import exits
 
 CODES = {0, 1, 2, 65, 69, 73, 74, 77, 78}
@@ -37,20 +35,8 @@ HERE = "@"
 """In a command line: the path under test. @NAME is a folder that contains it as NAME"""
 
 
-@dataclasses.dataclass(frozen=True)
-class Launcher:
-    name: str
-
-    def run(self, arguments: list[str]) -> int:
-        return launch.main([self.name, *arguments])
-
-    def parser(self) -> argparse.ArgumentParser:
-        return launch.parser(self.name)
-
-
 COMMANDS: dict[str, Any] = {
     **{" ".join(words): command for words, (_, command) in {**cli.COMMANDS, **cli.commands("train")}.items()},
-    **{name: Launcher(name) for name in ("mpirun", "horovodrun")},
 }
 
 
@@ -134,17 +120,17 @@ MISTAKES = [
     ("train resnet --batchsize 3", 2, "did you mean --batch-size?"),
     ("data images a b --size 1x1 --splitt 1", 2, "did you mean --split?"),
     ("data images a b", 2, "--size is missing"),
-    ("mpirun python x.py", 2, "no hosts"),
-    ("mpirun -H localhost:2", 2, "no command"),
-    ("mpirun -np 3 -H localhost:2 python", 2, "has 2 slots"),
-    ("mpirun -np 0 python", 2, "-np is 0"),
-    ("mpirun -H no-such-host.invalid python", 69, "no-such-host.invalid"),
-    ("mpirun -H a --hostfile none.txt python", 2, "cannot be combined"),
-    ("mpirun -H localhost --set X python", 2, "NAME=VALUE"),
-    ("mpirun -np 2 --show-rank 0,2 python", 2, "--logs DIR"),
-    ("mpirun -np 2 -H '' python", 2, "hosts ''"),
-    ("mpirun -H node1..lan:2 python", 2, "node1..lan"),
-    ("horovodrun -np 2 --mca pml ucx python", 2, "horovodrun sets"),
+    ("launch mpirun python x.py", 2, "no hosts"),
+    ("launch mpirun -H localhost:2", 2, "no command"),
+    ("launch mpirun -np 3 -H localhost:2 python", 2, "has 2 slots"),
+    ("launch mpirun -np 0 python", 2, "-np is 0"),
+    ("launch mpirun -H no-such-host.invalid python", 69, "no-such-host.invalid"),
+    ("launch mpirun -H a --hostfile none.txt python", 2, "cannot be combined"),
+    ("launch mpirun -H localhost --set X python", 2, "NAME=VALUE"),
+    ("launch mpirun -np 2 --show-rank 0,2 python", 2, "--logs DIR"),
+    ("launch mpirun -np 2 -H '' python", 2, "hosts ''"),
+    ("launch mpirun -H node1..lan:2 python", 2, "node1..lan"),
+    ("launch horovodrun -np 2 --mca pml ucx python", 2, "horovodrun sets"),
     ("cluster up --dry-run --hosts a,a", 2, "twice"),
     ("cluster up --dry-run --hosts a,-x", 2, "not a host name"),
     ("cluster up --dry-run --hosts localhost", 2, "localhost"),
@@ -175,6 +161,9 @@ MISTAKES = [
     ("throttle 10mbit --dev eth0 --name tnone --dry-run", 2, "give one"),
     ("throttle verify --name tnone --seconds 0", 2, "1 to 600"),
     ("throttle 10mbit --peer b --dry-run", 2, "--peer can only be used with"),
+    ("slurm -N 2", 2, "no command after --"),
+    ("build-horovod jax", 2, "use torch or tensorflow"),
+    ("sweep quik", 2, "quick"),
     ("doctor -H a:x", 2, "not HOST or HOST:SLOTS"),
     ("doctor -H -oProxyCommand=x", 2, "expected one argument"),
     ("doctor -H=-oProxyCommand=x", 2, "not a host name"),
@@ -221,14 +210,15 @@ def test_json_prints_one_document_with_a_schema(name: str, furnished: Path) -> N
 
 
 DRY_RUN = {
+    "slurm": "-N 2 -- touch made",
     "data images": "photos new --size 4x4",
     "data captions": "captioned new --split 50/25/25",
     "cluster up": "--hosts a,b --rate 10mbit",
     "cluster down": "--name tnone",
     "throttle": "10mbit --dev lo --force",
     "sweep": "sweep.toml",
-    "mpirun": "-np 1 touch made",
-    "horovodrun": "-np 1 touch made",
+    "launch mpirun": "-np 1 touch made",
+    "launch horovodrun": "-np 1 touch made",
     **dict.fromkeys(WORKLOADS, "--run-dir new"),
 }
 DRY_RUN_ELSEWHERE = {"data solar", "data vgg16", "cluster exec", "cluster shell"}
@@ -245,7 +235,7 @@ def test_a_dry_run_changes_nothing(name: str, furnished: Path) -> None:
         return {path: path.stat().st_mtime_ns for path in furnished.rglob("*") if "cache" not in path.parts}
 
     before = files()
-    words = f"--dry-run {DRY_RUN[name]}" if name in ("mpirun", "horovodrun") else f"{DRY_RUN[name]} --dry-run"
+    words = f"--dry-run {DRY_RUN[name]}" if name.startswith(("launch ", "slurm")) else f"{DRY_RUN[name]} --dry-run"
     done = run(f"{name} {words}", furnished)
     assert done.returncode == exits.OK, done.stderr
     assert files() == before
@@ -281,11 +271,11 @@ PATHS: dict[str, list[str]] = {
         *("plot time @ -o new.svg", "report @ -o new.html", "compare @ run", "compare run @"),
         *("export run -o @", "plot time run -o @.svg", "report run -o @"),
     ],
-    "mpirun": ["--dry-run --hostfile @ true"],
-    "horovodrun": ["--dry-run --hostfile @ true"],
+    "launch mpirun": ["--dry-run --hostfile @ true"],
+    "launch horovodrun": ["--dry-run --hostfile @ true"],
 }
 PATHS_ELSEWHERE = {("caption", "--weights"), ("doctor", "--run-dir"), ("sweep", "--root")}
-PATHS_ELSEWHERE |= {("mpirun", "--logs"), ("horovodrun", "--logs"), ("train resnet", "--run-dir")}
+PATHS_ELSEWHERE |= {("launch mpirun", "--logs"), ("launch horovodrun", "--logs"), ("train resnet", "--run-dir")}
 PATHS_ELSEWHERE |= {("train captioning", "--run-dir")}
 """These need a trained model, or are read when a run begins; see test_caption, test_resnet_train and test_launch"""
 FEW = ("missing", "closed", "pipe", "zeros", "control characters")

@@ -35,19 +35,23 @@ def test_mpi_versions(text: str, known: tuple[str, str] | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flavour", "libmpi", "status"),
+    ("flavour", "version", "libmpi", "status"),
     [
-        ("Open MPI", "/usr/lib/libmpi.so.40.30.4", "ok"),
-        ("Open MPI", "/usr/lib/libmpi.so.12", "fail"),
-        ("MPICH", "/usr/lib/libmpi.so.40", "fail"),
-        ("MPICH", "/usr/lib/libmpi.so.12.2.3", "warn"),
-        ("Intel MPI", "/opt/intel/lib/libmpi.so.12", "warn"),
-        ("Open MPI", None, "ok"),
+        ("Open MPI", "4.1", "/usr/lib/libmpi.so.40.30.4", "ok"),
+        ("Open MPI", "4.1", "/usr/lib/libmpi.so.12", "fail"),
+        ("MPICH", "4.1", "/usr/lib/libmpi.so.40", "fail"),
+        ("MPICH", "4.1", "/usr/lib/libmpi.so.12.2.3", "warn"),
+        ("Intel MPI", "2021", "/opt/intel/lib/libmpi.so.12", "warn"),
+        ("Open MPI", "4.1", None, "ok"),
+        ("Open MPI", "5.0.11", None, "warn"),  # horovodrun cannot start it
+        ("Open MPI", "5.0.11", "/usr/lib/libmpi.so.12", "fail"),
     ],
 )
-def test_mpirun_must_be_of_the_same_family_as_horovods_library(flavour: str, libmpi: str | None, status: str) -> None:
+def test_mpirun_must_be_of_the_same_family_as_horovods_library(
+    flavour: str, version: str, libmpi: str | None, status: str
+) -> None:
     loaded = {"torch": {"mpi": True, "gloo": True, "nccl": False, "libmpi": libmpi}}
-    assert checks.judge_mpi("a", "/bin/mpirun", flavour, "4.1", loaded, {}).status == status
+    assert checks.judge_mpi("a", "/bin/mpirun", flavour, version, loaded, {}).status == status
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 9, 10, 33])

@@ -211,7 +211,7 @@ def test_hosts_of_a_slurm_allocation() -> None:
     assert words[words.index("-H") + 1] == "localhost:2"
     options = launch.parser("mpirun").parse_args(["-np", "1", "x"])
     plan, _ = launch.make_plan("mpirun", options, slurm | {"SLURM_JOB_NODELIST": os.uname().nodename})
-    assert launch.typed(plan, options) == "launch/mpirun.sh -np 1"
+    assert launch.typed(plan, options) == "hvdtrain launch mpirun -np 1"
 
 
 @pytest.mark.parametrize(
@@ -289,6 +289,7 @@ def test_a_missing_mpirun_is_a_one_line_error() -> None:
 
 # Stands in for mpirun. Its children are "ranks", and USR1 ends all with 75, as after a checkpoint.
 MPIRUN = """#!/bin/bash
+if [ "$1" = --version ]; then echo "mpirun (Open MPI) 4.1.8"; exit; fi
 trap 'kill -USR1 $rank; wait $rank; exit $?' USR1
 {rank} &
 rank=$!

@@ -16,18 +16,19 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from conftest import LIMIT_S, ROOT, finished
 
+from hvdtrain.launch import build_horovod
 from hvdtrain.system import cgroup
+from hvdtrain.system.exits import Failure
 
 SETUP_FILES = ["Makefile", "setup.cfg", "pyproject.toml", "LICENSE", "tools/setup.sh"]
-SETUP_FILES += ["tools/constraints.txt", "tools/build_horovod.py", "tools/sleep_when_idle.c"]
+SETUP_FILES += ["tools/constraints.txt", "hvdtrain/launch/build_horovod.py", "hvdtrain/launch/sleep_when_idle.c"]
 FRAMEWORK = "torch" if importlib.util.find_spec("torch") else "tensorflow"
 BASE_PYTHON = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
-BUILD = [sys.executable, ROOT / "tools/build_horovod.py", FRAMEWORK]
+BUILD = [sys.executable, "-P", "-m", "hvdtrain.cli", "build-horovod", FRAMEWORK]
 CLOSED = {  # no package index, because nothing listens on port 9, and no local wheels
     "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
     "PIP_CONFIG_FILE": os.devnull,
@@ -45,15 +46,6 @@ def checkout(tmp_path: Path) -> Path:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, copy / name)
     return copy
-
-
-@pytest.fixture(scope="module")
-def builder() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("build_horovod", ROOT / "tools/build_horovod.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def run(command: list[str | Path], cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -136,14 +128,14 @@ def test_setup_uses_the_first_supported_python(checkout: Path, tmp_path: Path) -
 def test_no_compiler_or_make(checkout: Path, tmp_path: Path, tool: str) -> None:
     done = run(["tools/setup.sh"], checkout, PATH=without(tmp_path, tool))
     assert done.returncode == 1
-    assert f"no {tool} found; install it" in last_line(done)
+    assert f"no {tool} found; hint: " in last_line(done) and "HVDTRAIN_MPI=none" in last_line(done)
 
 
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [
         (["jax"], {}, "unknown FRAMEWORKS 'jax'; known: torch, tensorflow"),
-        ([], {"HVDTRAIN_MPI": "mpich"}, "HVDTRAIN_MPI is 'mpich'; known: wheel, system"),
+        ([], {"HVDTRAIN_MPI": "mpich"}, "HVDTRAIN_MPI is 'mpich'; known: wheel, system, none"),
     ],
 )
 def test_unknown_choice(checkout: Path, arguments: list[str], variables: dict[str, str], message: str) -> None:
@@ -174,8 +166,8 @@ def test_the_number_of_compilers_respects_the_memory_limit() -> None:
             pytest.skip("no memory controller here")
         limit.write_text(str(3 << 30))
         enter = ["sh", "-c", 'echo 0 >"$0" && exec "$@"', str(group / "cgroup.procs")]
-        program = "import build_horovod as b; print(b.memory(), b.jobs())"
-        done = run([*enter, sys.executable, "-c", program], ROOT / "tools")
+        program = "from hvdtrain.launch import build_horovod as b; print(b.memory(), b.jobs())"
+        done = run([*enter, sys.executable, "-c", program], ROOT)
     finally:
         group.rmdir()
     assert done.stdout.split() == [str(3 << 30), str(min(len(os.sched_getaffinity(0)) + 1, 2))], done.stderr
@@ -189,7 +181,7 @@ def test_disk_full(checkout: Path, tmp_path: Path) -> None:
         pytest.skip("mounting a small disk is not allowed here")
     done = run(["unshare", "--map-root-user", "--mount", "sh", "-c", script], checkout)
     assert done.returncode == 74
-    assert "MB free in" in last_line(done) and "free some space" in last_line(done)
+    assert "MB free in" in last_line(done) and "hint: free some space" in last_line(done)
 
 
 def test_no_package_index_then_repair(checkout: Path) -> None:
@@ -203,7 +195,7 @@ def test_no_package_index_then_repair(checkout: Path) -> None:
     for _ in range(2):
         done = run(["make", "setup", "FRAMEWORKS=torch"], checkout, **CLOSED)
         assert "Error 69" in last_line(done)
-        assert "cannot reach the package index; check the network" in done.stderr
+        assert "cannot reach the package index; hint: check the network" in done.stderr
         assert (packages / "pip/__init__.py").is_file()
         assert not (packages / "torn-1.0.dist-info").exists()
         (packages / "torn-1.0.dist-info").mkdir()  # a package whose installation was interrupted
@@ -251,18 +243,15 @@ HOSTILE += [("link", tarfile.SYMTYPE), ("hard", tarfile.LNKTYPE), ("pipe", tarfi
 
 
 @pytest.mark.parametrize(("name", "kind"), HOSTILE)
-def test_hostile_archives_are_not_unpacked(
-    tmp_path: Path, builder: ModuleType, capsys: pytest.CaptureFixture[str], name: str, kind: bytes
-) -> None:
+def test_hostile_archives_are_not_unpacked(tmp_path: Path, name: str, kind: bytes) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     with tarfile.open(tmp_path / "x.tar.gz", "w:gz") as archive:
         member = tarfile.TarInfo(name)
         member.type, member.linkname = kind, "/etc/passwd"
         archive.addfile(member)
-    with pytest.raises(SystemExit):
-        builder.unpack(tmp_path / "x.tar.gz", folder)
-    assert f"x.tar.gz holds '{name}'" in capsys.readouterr().err
+    with pytest.raises(Failure, match=f"x.tar.gz holds '{name}'"):
+        build_horovod.unpack(tmp_path / "x.tar.gz", folder)
     assert list(folder.iterdir()) == [] and not (tmp_path / "out").exists()
 
 
@@ -272,8 +261,8 @@ def test_the_distributions_python_unpacks_the_source_for_a_normal_user() -> None
     """From an empty cache, up to the compiler. Debian 12 has Python 3.11.2."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        shutil.copy(ROOT / "tools/build_horovod.py", home)
-        script = "import build_horovod as b, pathlib; print(b.fetch(pathlib.Path.cwd()))"
+        shutil.copytree(ROOT / "hvdtrain", home / "hvdtrain")
+        script = "from hvdtrain.launch import build_horovod as b; import pathlib; print(b.fetch(pathlib.Path.cwd()))"
         os.chown(home, 65534, 65534)
         as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "env", f"HOME={home}"]
         kept = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
@@ -285,10 +274,15 @@ def test_the_distributions_python_unpacks_the_source_for_a_normal_user() -> None
         assert "set(CMAKE_CXX_STANDARD 20)" in (source / "CMakeLists.txt").read_text()
 
 
-def test_an_incomplete_wheel_in_the_cache_is_rebuilt(tmp_path: Path, builder: ModuleType) -> None:
+def test_an_incomplete_wheel_in_the_cache_is_rebuilt(tmp_path: Path) -> None:
     done = run([*BUILD, "--print-key"], tmp_path, XDG_CACHE_HOME=str(tmp_path))
-    key = builder.digest(json.loads(done.stdout))
-    wheel = tmp_path / "hvdtrain" / f"horovod-{builder.VERSION}-{key}" / f"horovod-{builder.VERSION}-cp311-linux.whl"
+    key = build_horovod.digest(json.loads(done.stdout))
+    wheel = (
+        tmp_path
+        / "hvdtrain"
+        / f"horovod-{build_horovod.VERSION}-{key}"
+        / f"horovod-{build_horovod.VERSION}-cp311-linux.whl"
+    )
     wheel.parent.mkdir(parents=True)
     wheel.write_bytes(b"PK\x03\x04 torn")
     done = run(BUILD, tmp_path, XDG_CACHE_HOME=str(tmp_path), **CLOSED)
@@ -303,9 +297,7 @@ def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
     assert "XDG_CACHE_HOME" in last_line(done)
 
 
-def test_build_errors_are_one_line(
-    tmp_path: Path, builder: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_build_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "hvdtrain").mkdir()
     log = tmp_path / "log"
@@ -316,15 +308,11 @@ def test_build_errors_are_one_line(
         ("c++: fatal error: Killed signal terminated program cc1plus", 1, "out of memory"),
     ]:
         log.write_text(text)
-        with pytest.raises(SystemExit) as stopped:
-            builder.explain(log)
-        assert stopped.value.code == code
-        assert message in capsys.readouterr().err
+        failure = build_horovod.explained(log)
+        assert failure.code == code and message in str(failure)
 
 
-def test_nccl_is_used_only_with_all_its_parts(
-    tmp_path: Path, builder: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nccl_is_used_only_with_all_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "CUDA_HOME", "HOROVOD_NCCL_HOME", "HOROVOD_BUILD_CUDA_CC_LIST":
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -335,15 +323,15 @@ def test_nccl_is_used_only_with_all_its_parts(
         cuda / "include/cuda_runtime.h",
         site / "nvidia/nccl/include/nccl.h",
     ):
-        assert builder.find_nccl(["torch"], site, tmp_path / "usr") == {}
+        assert build_horovod.find_nccl(["torch"], site, tmp_path / "usr") == {}
         part.parent.mkdir(parents=True)
         part.write_text("cuda: Optional[str] = '13.0'\n" if part.name == "version.py" else "")
-    found = builder.find_nccl(["torch"], site, tmp_path / "usr")
+    found = build_horovod.find_nccl(["torch"], site, tmp_path / "usr")
     assert found["HOROVOD_GPU_OPERATIONS"] == "NCCL"
     assert found["HOROVOD_CUDA_HOME"] == str(cuda)
     assert found["HOROVOD_NCCL_HOME"] == str(site / "nvidia/nccl")
     (site / "torch/version.py").write_text("cuda: Optional[str] = None\nhip: Optional[str] = '6.1'\n")
-    assert builder.find_nccl(["torch"], site, tmp_path / "usr") == {}
+    assert build_horovod.find_nccl(["torch"], site, tmp_path / "usr") == {}
 
 
 def test_pins_cover_the_requirements() -> None:

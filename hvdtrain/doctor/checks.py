@@ -120,7 +120,7 @@ def environment(where: str, facts: Mapping[str, Any], python: str) -> list[Check
 
 def horovod(where: str, built: Sequence[str], loaded: Mapping[str, dict[str, Any]], gpus: int | None) -> list[Check]:
     """Check that Horovod loads, and with which backends it was built. `built`: frameworks that it has a library for."""
-    rebuild = "build it against the installed packages: make setup (or python tools/build_horovod.py torch,tensorflow)"
+    rebuild = "build it against the installed packages: make setup (or hvdtrain build-horovod)"
     if not built:
         what = "Horovod has no library for PyTorch or TensorFlow"
         return [Check(name="horovod", status=FAIL, where=where, what=what, fix=rebuild)]
@@ -207,10 +207,6 @@ def judge_mpi(
 ) -> Check:
     """Check that this MPI works with horovodrun and with the library that Horovod is linked with."""
     what = f"{flavour} {version} ({program})"
-    if flavour == "Open MPI" and version.split(".")[0].isdigit() and int(version.split(".")[0]) >= 5:
-        reason = "horovodrun starts it with `-bind-to none`, which Open MPI 5 rejects"
-        fix = "use Open MPI 4.1 (make setup installs it), or start with horovodrun --gloo"
-        return Check(name="mpi", status=FAIL, where=where, what=f"{what}: {reason}", fix=fix, facts=data)
     family = "MPICH" if flavour in ("MPICH", "Intel MPI") else "Open MPI"
     for framework, facts in loaded.items():
         linked = library_flavour(facts.get("libmpi") or "")
@@ -221,8 +217,12 @@ def judge_mpi(
             fix = "put that MPI's mpirun first in PATH, or build Horovod with this one: HVDTRAIN_MPI=system make setup"
             return Check(name="mpi", status=FAIL, where=where, what=f"{what}, but {reason}", fix=fix, facts=data)
     if family == "MPICH":
-        fix = "start with horovodrun or mpirun -hosts: launch/mpirun.sh tunes settings of Open MPI only"
+        fix = "start with launch/mpirun.sh or horovodrun; the TCP settings of launch/mpirun.sh are Open MPI's only"
         return Check(name="mpi", status=WARN, where=where, what=what, fix=fix, facts=data)
+    if version.split(".")[0].isdigit() and int(version.split(".")[0]) >= 5:
+        reason = "horovodrun starts it with `-bind-to none`, which Open MPI 5 rejects"
+        fix = "start with launch/mpirun.sh or horovodrun --gloo, or use Open MPI 4.1 (make setup installs it)"
+        return Check(name="mpi", status=WARN, where=where, what=f"{what}: {reason}", fix=fix, facts=data)
     return Check(name="mpi", status=OK, where=where, what=what, facts=data)
 
 

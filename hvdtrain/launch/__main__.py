@@ -21,6 +21,8 @@ from pathlib import Path
 
 from hvdtrain.launch import launched_by, tuning
 from hvdtrain.launch.link import assign, choose_interface, find_hosts, find_rate, network_of
+from hvdtrain.launch.mpi import HYDRA_SSH, MPICH, Mpi, mca
+from hvdtrain.launch.mpi import find as find_mpi
 from hvdtrain.launch.supervise import Job, lost_host
 from hvdtrain.launch.tuning import GLOO, MPI, Setting
 from hvdtrain.system import cgroup, exits, hosts
@@ -37,11 +39,13 @@ HOROVODRUNS = {"pml", "btl_tcp_if_include"}
 SURVIVE = ("python3", "-P", "-m", "hvdtrain.launch.survive")
 SLEEPER = Path(sys.prefix, "lib", "sleep_when_idle.so")
 EXAMPLES = """examples:
-  launch/mpirun.sh -np 2 python -m hvdtrain.resnet        on this machine
-  launch/mpirun.sh -H a:2,b:2 --logs logs python -m hvdtrain.resnet --epochs 1
-  launch/horovodrun.sh -np 4 --hostfile hostfiles/virtual4.txt python -m hvdtrain.resnet
-  launch/mpirun.sh python -m hvdtrain.resnet              in a Slurm allocation
-  launch/mpirun.sh --dry-run -H a:2,b:2 --rate 10mbit python -m hvdtrain.resnet
+  hvdtrain launch mpirun -np 2 python -m hvdtrain.resnet     on this machine
+  hvdtrain launch mpirun -H a:2,b:2 --logs logs python -m hvdtrain.resnet --epochs 1
+  hvdtrain launch horovodrun -np 4 --hostfile hosts.txt python -m hvdtrain.resnet
+  hvdtrain launch mpirun python -m hvdtrain.resnet           in a Slurm allocation
+  hvdtrain launch mpirun --dry-run -H a:2,b:2 --rate 10mbit python -m hvdtrain.resnet
+
+In a checkout, launch/mpirun.sh and launch/horovodrun.sh do the same.
 
 SIGTERM, SIGINT and SIGUSR1 make the ranks save a checkpoint and exit with 75. A second SIGTERM or SIGINT ends them
 immediately.
@@ -63,12 +67,13 @@ class Plan:
     command: Command
     logs: Path | None
     """Folder for the output of each rank."""
+    mpi: Mpi
 
 
 def parser(launcher: str) -> Parser:
     top = Parser(
-        prog=f"launch/{launcher}.sh",
-        usage=f"launch/{launcher}.sh [options] COMMAND [ARGUMENT ...]",
+        prog=f"hvdtrain launch {launcher}",
+        usage=f"hvdtrain launch {launcher} [options] COMMAND [ARGUMENT ...]",
         description=f"Start COMMAND on every rank with {launcher} and settings that suit the link between the hosts.",
         epilog=EXAMPLES,
         allow_abbrev=False,
@@ -154,49 +159,51 @@ def child_environment(plan: Plan, environment: Mapping[str, str]) -> dict[str, s
     """The variables of mpirun or horovodrun: the allow-list, the ones named by -x, and the settings."""
     kept = {name: value for name, value in environment.items() if passes(name, (*FOR_LAUNCHERS, *plan.passed))}
     if os.geteuid() == 0:  # in containers the user is root, and mpirun requires both variables
-        kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        kept |= {f"{name}_ALLOW_RUN_AS_ROOT{more}": "1" for name in ("OMPI", "PRTE") for more in ("", "_CONFIRM")}
+    kept |= HYDRA_SSH if plan.mpi.name == MPICH else {}
     return kept | {setting.name: setting.value for setting in plan.settings if not setting.mca}
-
-
-def mca_words(plan: Plan, omit: Collection[str] = ()) -> Command:
-    settings = [setting for setting in plan.settings if setting.mca and setting.name not in omit]
-    return [word for setting in settings for word in ("--mca", setting.name, setting.value)]
 
 
 def mpirun_command(plan: Plan, variables: Sequence[str]) -> Command:
     """mpirun's command line. It names the ranks' variables without their values."""
-    words = ["mpirun", "-np", str(plan.ranks), "-H", hosts.as_argument(plan.hosts)]
-    words += ["--bind-to", "none", "--map-by", "slot", *log_words(plan), *mca_words(plan)]
     own = [setting.name for setting in plan.settings if not setting.mca]
-    for name in sorted(variables):
-        if passes(name, (*FOR_RANKS, *plan.passed, *own)):
-            words += ["-x", name]
+    passed = [name for name in sorted(variables) if passes(name, (*FOR_RANKS, *plan.passed, *own))]
+    parameters = [setting for setting in plan.settings if setting.mca]
+    logs = plan.logs.absolute() if plan.logs else None
+    words = plan.mpi.command(plan.hosts, plan.ranks, parameters, passed, interface=plan.interface, logs=logs)
     return [*words, *plan.command]
-
-
-def log_words(plan: Plan) -> Command:
-    return ["--output-filename", str(plan.logs.absolute())] if plan.logs else []
 
 
 def horovodrun_command(plan: Plan) -> Command:
     """horovodrun's command line. It passes on its whole environment, which is already filtered."""
     words = ["horovodrun", "--gloo" if plan.backend == GLOO else "--mpi"]
     words += ["-np", str(plan.ranks), "-H", hosts.as_argument(plan.hosts)]
-    words += log_words(plan)
+    words += ["--output-filename", str(plan.logs.absolute())] if plan.logs else []
     if plan.interface:
         words += ["--network-interfaces", plan.interface]
     if plan.backend == MPI:
-        words.append(f"--mpi-args={shlex.join(mca_words(plan, HOROVODRUNS))}")
+        own = [setting for setting in plan.settings if setting.mca and setting.name not in HOROVODRUNS]
+        words.append(f"--mpi-args={shlex.join(mca(own))}")
     return [*words, *plan.command]
+
+
+def check_mpi(launcher: str, mpi: Mpi, options: argparse.Namespace) -> None:
+    """Raises Failure (69, 2) if this launcher cannot start this MPI, or it has no parameters."""
+    if launcher == "horovodrun" and (mpi.name == MPICH or mpi.major >= 5):
+        message = f"with horovodrun this launcher passes options of Open MPI 4, which {mpi.name} {mpi.major} rejects"
+        raise Failure(f"{message}; hint: use `hvdtrain launch mpirun`, or add --gloo", exits.UNREACHABLE)
+    if mpi.name == MPICH and options.mca:
+        hint = "leave --mca out, or set MPICH's own variables with -x NAME=VALUE"
+        raise Failure(f"--mca {options.mca[0][0]}: MPICH has no such parameters; hint: {hint}", exits.USAGE)
 
 
 def make_plan(launcher: str, options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[Plan, list[str]]:
     """(the plan, the lines that describe it)."""
     if not options.command:
-        example = f"launch/{launcher}.sh -H a:2,b:2 python -m hvdtrain.resnet"
+        example = f"hvdtrain launch {launcher} -H a:2,b:2 python -m hvdtrain.resnet"
         raise Failure(f"no command given; hint: for example {example}", exits.USAGE)
     if launcher == "horovodrun" and (own := HOROVODRUNS & dict(options.mca).keys()):
-        hint = "give --nic for the interface, or use launch/mpirun.sh"
+        hint = "give --nic for the interface, or use mpirun"
         raise Failure(f"--mca {min(own)}: horovodrun sets this parameter itself; hint: {hint}", exits.USAGE)
     available, source = find_hosts(options, environment)
     slots = sum(slot.slots for slot in available)
@@ -218,8 +225,10 @@ def make_plan(launcher: str, options: argparse.Namespace, environment: Mapping[s
         sleeper=str(SLEEPER) if SLEEPER.is_file() else None,
     )
     backend = GLOO if getattr(options, "gloo", False) else MPI
+    mpi = find_mpi(environment.get("PATH", os.defpath)) if backend == MPI else Mpi()
+    check_mpi(launcher, mpi, options)
     passed = [text.partition("=")[0] for text in options.x]
-    chosen = tuning.settings(link, backend)
+    chosen = mpi.adapted(tuning.settings(link, backend))
     settings = overridden(chosen, options, environment)
     if any(setting.name == "OMP_NUM_THREADS" and setting in chosen for setting in settings):
         settings.append(Setting(cgroup.LAUNCHERS_OWN, "1", "ranks of hvdtrain count the cores of their own host"))
@@ -233,6 +242,7 @@ def make_plan(launcher: str, options: argparse.Namespace, environment: Mapping[s
         passed=passed,
         command=[*SURVIVE, *options.command] if options.survive else options.command,
         logs=options.logs,
+        mpi=mpi,
     )
     lines = [f"hosts={hosts.as_argument(used)}  # {ranks} ranks; from {source}"]
     lines.append(f"nic={plan.interface or 'none'}  # {reason}")
@@ -255,7 +265,7 @@ def typed(plan: Plan, options: argparse.Namespace) -> str:
 
     Variables of -x and secrets appear by name, without their values.
     """
-    words = [f"launch/{plan.launcher}.sh"]
+    words = ["hvdtrain", "launch", plan.launcher]
     words += ["--gloo"] if plan.launcher == "horovodrun" and plan.backend == GLOO else []
     if options.hosts or options.hostfile or plan.hosts[0].host == "localhost":
         words += ["-H", hosts.as_argument(plan.hosts)]
@@ -291,8 +301,10 @@ def start(launcher: str, arguments: list[str], environment: Mapping[str, str]) -
         return exits.OK
     for program in {command[0], "mpirun" if plan.backend == MPI else command[0]}:
         if shutil.which(program, path=inner.get("PATH", os.defpath)) is None:
-            hint = "run `make setup`, or load your cluster's MPI"
+            hint = "run `make setup` or `hvdtrain build-horovod`, or load your cluster's MPI"
             raise Failure(f"no {program} in PATH; hint: {hint}", exits.UNREACHABLE)
+    if plan.logs and plan.mpi.name == MPICH:  # it does not create the folder
+        plan.logs.mkdir(parents=True, exist_ok=True)
     sys.stderr.flush()
     names = [slot.host for slot in plan.hosts]
     job = Job(command, inner, options.grace, lost=lambda: lost_host(names), passes_code=plan.backend == MPI)
@@ -301,10 +313,6 @@ def start(launcher: str, arguments: list[str], environment: Mapping[str, str]) -
 
 def main(arguments: list[str]) -> int:
     """Run `mpirun` or `horovodrun`, followed by options and the ranks' command. Returns the job's exit code."""
-    if not arguments or arguments[0] not in ("mpirun", "horovodrun"):
-        wants_help = arguments in (["--help"], ["-h"])
-        print(f"{__doc__}\nSee launch/mpirun.sh --help.", file=sys.stdout if wants_help else sys.stderr)
-        return exits.OK if wants_help else exits.USAGE
     return start(arguments[0], arguments[1:], os.environ)
 
 

@@ -28,10 +28,11 @@ from typing import NoReturn
 
 from hvdtrain.system import exits, ssh
 from hvdtrain.system.commands import Command
-from hvdtrain.system.proc import children, ended, stat, strings, tree
+from hvdtrain.system.proc import ended, stat, strings, tree
 
-STARTERS = ("mpirun", "orterun", "orterun_wrapper", "mpiexec")  # the wheel's mpirun is a wrapper
-REMOTE_SHELLS = ("ssh", "rsh", "srun", "orted")
+STARTERS = ("mpirun", "orterun", "orterun_wrapper", "mpiexec", "prterun", "mpiexec.hydra")
+"""Names of mpirun's process. That of the wheel is a wrapper, and that of Open MPI 5 becomes prterun."""
+REMOTE_SHELLS = ("ssh", "rsh", "srun", "orted", "prted", "hydra_pmi_proxy")
 ORPHAN_S = 5.0
 """How long mpirun may run after its last rank here has ended, before the launcher checks the other hosts."""
 ANSWER_S = 3.0
@@ -180,7 +181,7 @@ class Job:
         if not launchers:
             return False
         helpers = (*REMOTE_SHELLS, *STARTERS)
-        if any(stat(pid).name not in helpers and not ended(pid) for top in launchers for pid in children(top)):
+        if any(stat(pid).name not in helpers and not ended(pid) for top in launchers for pid in tree(top)):
             self.ranks_seen, self.ranks_gone_since = True, None
         elif self.ranks_seen and self.ranks_gone_since is None:
             self.ranks_gone_since = time.monotonic()

@@ -68,7 +68,7 @@ class Link:
     quota: bool = False
     """Whether a control group limits the host to `cores`. A polling thread then takes time from the others."""
     sleeper: str | None = None
-    """Path of the library that tools/setup.sh builds from tools/sleep_when_idle.c. None if it does not exist."""
+    """Path of the library that build_horovod compiles from sleep_when_idle.c. None if it does not exist."""
 
 
 @dataclasses.dataclass(frozen=True)

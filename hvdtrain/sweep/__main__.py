@@ -29,10 +29,10 @@ PURPOSE = """Run a grid of experiments described by a TOML file. For each run, t
 the links, launches the job and checks its records. Run the same command again to continue after an interruption.
 
 examples:
-  hvdtrain sweep launch/sweeps/quick.toml --dry-run
-  hvdtrain sweep launch/sweeps/quick.toml && hvdtrain results scaling results/quick
-  hvdtrain sweep launch/sweeps/bandwidth_digits.toml --only '*allreduce*' --set seed=1
-  hvdtrain sweep launch/sweeps/cruz2021_devices.toml --set data=fish
+  hvdtrain sweep quick --dry-run
+  hvdtrain sweep quick && hvdtrain results scaling results/quick
+  hvdtrain sweep bandwidth_digits --only '*allreduce*' --set seed=1
+  hvdtrain sweep cruz2021_devices --set data=fish
 """
 SECTIONS = {
     "Keys at the top of the file": file.TOP,
@@ -58,7 +58,12 @@ def manual() -> str:
 def parser() -> Parser:
     top = Parser(prog="hvdtrain sweep", description=PURPOSE, epilog=manual())
     add = top.add_argument
-    add("file", metavar="FILE.toml", type=Path, help="the sweep; see launch/sweeps/ for examples")
+    add(
+        "file",
+        metavar="FILE.toml",
+        type=Path,
+        help="the sweep: a file, or the name of one of hvdtrain's own, such as quick",
+    )
     add("--root", type=Path, default=Path("results"), metavar="DIR", help="parent of the sweep's folder (results)")
     add("--dry-run", action="store_true", help="list runs, commands and expected durations; run nothing")
     add("--only", action="append", default=[], metavar="GLOB", help="only runs with matching names (repeatable)")

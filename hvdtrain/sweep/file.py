@@ -1,7 +1,7 @@
 """Reads and checks a sweep's TOML file.
 
-launch/sweeps/ has documented examples, and `hvdtrain sweep --help` lists every key. Errors name the line of the key.
-An unknown key is an error, because a misspelt key could cost a night of wrong runs.
+The folder `sweeps` has documented examples, and `hvdtrain sweep --help` lists every key. Errors name
+the line of the key. An unknown key is an error, because a misspelt key could cost a night of wrong runs.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from hvdtrain.system import exits, files, hosts
 from hvdtrain.system.exits import Failure
 
 Launcher = Literal["launch/mpirun.sh", "launch/horovodrun.sh", "horovodrun", "horovodrun --gloo", "none"]
+SWEEPS = Path(__file__).with_name("sweeps")
+"""hvdtrain's own sweeps, which can be given by name"""
 LAUNCHERS: tuple[str, ...] = get_args(Launcher)
 ALL_GPUS = "gpus"
 FLAG = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
@@ -192,11 +194,13 @@ def read(path: Path, overrides: Sequence[str] = (), flags: Callable[[str], set[s
     `flags` returns the flags of a workload (`dry_run.known_flags`). Raises Failure: 2 for a missing file or a bad
     --set, 78 with file, line and key for all other errors.
     """
+    path = files.shipped(path, SWEEPS)
     try:
         raw = files.read(path, files.SETTINGS_BYTES)
         document = files.from_toml(raw)
     except OSError as error:
-        raise files.refused(path, error, exits.USAGE, "hint: see launch/sweeps/ for examples") from error
+        hint = f"give a TOML file, or one of {', '.join(sorted(own.stem for own in SWEEPS.glob('*.toml')))}"
+        raise files.refused(path, error, exits.USAGE, hint) from error
     except ValueError as error:
         raise _bad(str(path), f"not TOML: {error}") from error
     text = _Text(path, raw.decode("utf-8-sig"))

@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import random
 import re
 from collections import Counter
@@ -16,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.config import workloads
+from hvdtrain.config.parser import PRESETS
 from hvdtrain.sweep.file import ALL_GPUS, LAUNCHERS, SETTINGS, Grid, Sweep, program
 from hvdtrain.system import exits, files
-from hvdtrain.system.commands import CHECKOUT
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.rates import parse_rate, show_rate
 
@@ -217,8 +216,8 @@ def _rate(sweep: Sweep, grid: Grid, text: str | None, on: str) -> str | None:
 
 
 def _preset(grid: Grid, name: str) -> tuple[str, str]:
-    """Path and checksum of a --config file. The path is relative to the current folder or the checkout."""
-    path = Path(name) if os.path.lexists(name) else CHECKOUT / name
+    """Path and checksum of a --config file, which may be the name of a preset."""
+    path = files.shipped(name, PRESETS)
     try:
         return str(path), hashlib.sha256(files.read(path, files.SETTINGS_BYTES)).hexdigest()[:12]
     except OSError as error:

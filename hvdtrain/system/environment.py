@@ -17,12 +17,12 @@ FOR_RANKS = (
     *("LANG", "LC_*", "TZ", "NO_COLOR"),
 )
 """Variables that every rank gets, from a launcher or through `cluster exec`."""
-OF_OPEN_MPI = ("OMPI_MCA_*", "OMPI_ALLOW_*")
-ON_A_HOST = (*FOR_RANKS, *OF_OPEN_MPI, "COLUMNS", "TERM", "SLURM_CONF")
+OF_MPI = ("OMPI_MCA_*", "OMPI_ALLOW_*", "PRTE_*", "PMIX_MCA_*", "HYDRA_*")
+ON_A_HOST = (*FOR_RANKS, *OF_MPI, "COLUMNS", "TERM", "SLURM_CONF")
 """Variables that a command on a virtual host gets. The command may itself be a launcher."""
 FOR_LAUNCHERS = (
     *FOR_RANKS,
-    *OF_OPEN_MPI,
+    *OF_MPI,
     *("HOME", "USER", "LOGNAME", "SHELL", "TERM", "HOSTNAME", "SSH_AUTH_SOCK", "KRB5CCNAME", "SSL_CERT_FILE"),
     "SLURM_*",
 )

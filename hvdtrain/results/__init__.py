@@ -17,3 +17,6 @@ from pathlib import Path
 RESULTS = Path("results")
 TARGET = (None, 0.95)
 """Default of --target: the name of a score (None: the primary metric), and its value"""
+TABLES = ("csv", "json", "parquet")
+TARGETS = ("prometheus", "tensorboard", "mlflow")
+"""Values of `results export --to`: tables of runs, and other tools"""

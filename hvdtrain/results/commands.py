@@ -154,7 +154,7 @@ def run(options: argparse.Namespace) -> int:
         case "report":
             document.write(loaded, options.output, value)
         case "export":
-            export(loaded.runs, options.format, options.output)
+            export(loaded, options.to, options.output)
         case _:
             print_tables(tables(options, loaded), options, loaded.problems)
             return exits.OK

@@ -98,9 +98,9 @@ class Frame:
 class LiveRun:
     """Follows the records of one run folder, which may be written on other hosts."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | str) -> None:
         """Raises Failure (65, 74, 77) if its manifest cannot be read."""
-        self._folder = folder
+        self._folder = folder = Path(folder)
         path = folder / "manifest.json"
         self._manifest = records.read_document(path, records.Manifest)
         self._primary, self._scores = "", dict[str, Score]()

@@ -1,4 +1,4 @@
-"""hvdtrain results export --to: Prometheus and MLflow read what the records contain (TensorBoard: test_scalars.py)."""
+"""hvdtrain results export --to: Prometheus and MLflow read the numbers of the records (TensorBoard: test_scalars)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""hvdtrain watch: what it shows of a run that is written, has ended or was stopped, from the records alone."""
+"""hvdtrain watch: a run that trains, has ended or was stopped, shown from its records alone."""
 
 from __future__ import annotations
 

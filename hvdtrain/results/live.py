@@ -118,7 +118,7 @@ class LiveRun:
         self._summary: records.Summary | None = None
 
     def frame(self) -> Frame:
-        """Read what is new and return the run's present state. Raises Failure (65, 74, 77)."""
+        """Read the new records and return the run's present state. Raises Failure (65, 74, 77)."""
         complete = exists(self._folder / "COMPLETE")  # read before the summary, which is written earlier
         first = self._folder / "metrics" / "rank0000.jsonl"
         for path in sorted({first, *self._folder.glob("metrics/rank*.jsonl")}):

@@ -79,7 +79,7 @@ def _write(client: Any, row: Mapping[Any, Any], name: str, loaded: Loaded) -> No
 
 
 def _metrics(row: Mapping[Any, Any], started_unix_s: float, loaded: Loaded) -> Iterator[Any]:
-    """The numbers of the records that count, then those of the data frame."""
+    """The numbers of the records that count, then the numbers of the data frame."""
     from mlflow.entities import Metric
 
     time_ms, step, path = int(1000 * started_unix_s), 0, metrics_file(row["run_dir"])

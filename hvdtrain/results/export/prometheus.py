@@ -24,7 +24,7 @@ PROGRESS = {
     "samples_per_s": "training samples per second over all ranks, at present",
     "step_s": "mean step at present (s)",
 }
-"""What an unfinished run has instead of results: field of its frame -> meaning"""
+"""Numbers of an unfinished run: field of its frame -> meaning"""
 
 
 def text(loaded: Loaded) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,11 @@ def test_mlflow_reads_the_records_back(root: Path, tmp_path: Path) -> None:
     assert (run.data.params["lr"], run.data.params["width"]) == ("0.05", "0.25")
     times = [point.timestamp for point in client.get_metric_history(run.info.run_id, "step/lr")]
     assert times == sorted(times)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("pipe", "loop", "r"):
+        with failing(73, f"{name}: .*hint: name a writable file"):
+            main(["export", str(root), "--to", "mlflow", "-o", str(tmp_path / name)])
     (tmp_path / "text").write_text("no database")
     with failing(65, "text: .*hint: name a new file"):
         main(["export", str(root), "--to", "mlflow", "-o", str(tmp_path / "text")])

@@ -39,9 +39,11 @@ def write(loaded: Loaded, path: Path) -> None:
     except ImportError as error:
         what = f"--to mlflow: the package {(error.name or 'mlflow').partition('.')[0]} is missing"
         raise Failure(f"{what}; hint: pip install mlflow-skinny sqlalchemy alembic", exits.UNREACHABLE) from None
-    target = path.resolve()
+    target = Path(os.path.realpath(path))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists():
+            files.open_plain(target).close()
         with target.open("ab"):  # SQLAlchemy would retry for a minute
             pass
     except OSError as error:
@@ -62,7 +64,7 @@ def write(loaded: Loaded, path: Path) -> None:
 def _write(client: Any, row: Mapping[Any, Any], name: str, loaded: Loaded) -> None:
     known = client.get_experiment_by_name(row["workload"])
     experiment = known.experiment_id if known else client.create_experiment(row["workload"])
-    folder = str(Path(row["run_dir"]).resolve())
+    folder = os.path.realpath(row["run_dir"])
     quoted = folder.replace("\\", "\\\\").replace("'", "\\'")
     for earlier in client.search_runs([experiment], f"tags.`{FOLDER}` = '{quoted}'"):
         client.delete_run(earlier.info.run_id)

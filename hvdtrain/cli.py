@@ -202,6 +202,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation | Launcher]] = {
     ("doctor",): ("find problems that would make a job hang or crawl", Part("doctor.__main__")),
     ("monitors",): ("list this host's power and resource sensors", Part("monitors.__main__")),
     ("sweep",): ("run a grid of experiments, skip the finished ones", Part("sweep.__main__")),
+    ("watch",): ("watch a run live, from its records", Part("results.watch")),
     ("results",): ("tables, plots and reports from run folders", Part("results.__main__")),
 }
 GROUPS = {"train": TRAIN, "launch": LAUNCH, "data": DATA}

@@ -73,7 +73,15 @@ def with_flag(flag: str) -> set[str]:
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> None:
     """Imports the modules that commands import late, so that the forks need not."""
-    results = ("export", "tables.energy", "tables.overview", "tables.compare", "tables.strategies", "report.document")
+    results = (
+        "watch",
+        "export",
+        "tables.energy",
+        "tables.overview",
+        "tables.compare",
+        "tables.strategies",
+        "report.document",
+    )
     others = ("data.images", "captions.prepare", "models.vgg16_weights", "sweep.__main__", "lab.__main__")
     for name in (*(f"results.{each}" for each in results), *others):
         importlib.import_module(f"hvdtrain.{name}")
@@ -189,6 +197,7 @@ JSON = {
     "doctor": "--quick",
     "throttle": "show --dev lo",
     "sweep": "sweep.toml --dry-run",
+    "watch": "run",
     "results show": "run .",
     "results compare": "run run",
     **{f"results {name}": "." for name in RESULTS},
@@ -265,11 +274,13 @@ PATHS: dict[str, list[str]] = {
     "throttle": ["10mbit --dev lo --hostfile @ --dry-run"],
     "doctor": ["--quick --hostfile @"],
     "sweep": ["@ --dry-run"],
+    "watch": ["@", "@manifest.json"],
     "results": [
         *("list @", "show @", "show @manifest.json", "show run @"),
         *(f"{name} @" for name in RESULTS[1:]),
         *("plot time @ -o new.svg", "report @ -o new.html", "compare @ run", "compare run @"),
-        *("export run -o @", "plot time run -o @.svg", "report run -o @"),
+        *("export run -o @", "export run --to prometheus -o @", "export run --to tensorboard -o @"),
+        *("plot time run -o @.svg", "report run -o @"),
     ],
     "launch mpirun": ["--dry-run --hostfile @ true"],
     "launch horovodrun": ["--dry-run --hostfile @ true"],

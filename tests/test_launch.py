@@ -184,8 +184,9 @@ def test_logs_have_each_ranks_output(launcher: str, tmp_path: Path) -> None:
 
 
 def test_secrets_among_the_settings_are_not_in_the_manifest() -> None:
-    about = launched_by.to_environment("launch/mpirun.sh", [])
-    assert launched_by.from_environment(about) == {"launcher": "launch/mpirun.sh", "settings": []}
+    about = launched_by.to_environment("launch/mpirun.sh", [], ranks=4, hosts=2)
+    facts = {"launcher": "launch/mpirun.sh", "settings": [], "ranks": 4, "hosts": 2}
+    assert launched_by.from_environment(about) == facts
     for text in ("[" * 100_000, "7"):
         assert launched_by.from_environment({launched_by.VARIABLE: text}) == {}
     show = f"{sys.executable} -c 'import os; print(os.environ[\"{launched_by.VARIABLE}\"])'"
@@ -397,6 +398,39 @@ def test_mpirun_is_ended_after_the_loss_of_a_host(tmp_path: Path, lost: str, cod
     done = finished(words)
     assert done.returncode == code, done.stderr
     assert ("host b does not answer" in done.stderr) == (code == 1)
+
+
+WITHOUT_SIZE = ["env", "-u", "OMPI_COMM_WORLD_SIZE", "-u", "PMIX_RANK"]
+"""A wrapper that loses variables, as a container runtime may: each rank then finds itself alone"""
+
+
+@pytest.mark.parametrize(
+    ("hosts", "wrapper", "strategy", "reason"),
+    [
+        (
+            "localhost:1,127.0.0.1:1",
+            [],
+            "powersgd",
+            "asked for 2 hosts, but this job has 1; hint: check that the names",
+        ),
+        (
+            "localhost:1,127.0.0.1:1",
+            [],
+            "allreduce",
+            "asked for 2 hosts, but this job has 1; hint: check that the names",
+        ),
+        ("localhost:2", WITHOUT_SIZE, "allreduce", "asked for 2 ranks, but this job has 1; hint: pass the launcher's"),
+    ],
+)
+def test_a_job_with_fewer_hosts_or_ranks_than_asked_for_is_an_error(
+    hosts: str, wrapper: list[str], strategy: str, reason: str, tmp_path: Path
+) -> None:
+    words = [sys.executable, "-m", "hvdtrain.resnet", *SMALL, "--strategy", strategy, "--run-dir", str(tmp_path / "r")]
+    done = finished([ROOT / "launch" / "mpirun.sh", "--quiet", "-H", hosts, *wrapper, *words])
+    ours = {line for line in done.stderr.splitlines() if line.startswith("hvdtrain: ")}
+    assert done.returncode == 69, done.stderr
+    assert len(ours) == 1 and f"launch/mpirun.sh -H {hosts} {reason}" in ours.pop(), done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "r").exists()
 
 
 @pytest.mark.root

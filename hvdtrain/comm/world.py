@@ -20,6 +20,7 @@ from hvdtrain.comm.backends.horovod import HorovodCommunicator
 from hvdtrain.comm.backends.tcp import TcpCommunicator
 from hvdtrain.comm.launch_env import LaunchEnv, launch_env
 from hvdtrain.comm.rendezvous import Subgroup, join
+from hvdtrain.launch import launched_by
 from hvdtrain.sentinel.rank import Sentinel
 from hvdtrain.sentinel.waiting import LIMIT_S
 from hvdtrain.system import exits
@@ -122,8 +123,8 @@ def find_ranks(
     """Find the other ranks of this job and start the sentinels. Collective.
 
     `horovod`: let Horovod find them, which is then the backend. `timeline`: allow Horovod's timeline to start later.
-    `stall_limit_s`: see `sentinel.stalls`; 0 for no limit. Raises Failure (69) if Horovod is missing or ranks cannot be
-    found.
+    `stall_limit_s`: see `sentinel.stalls`; 0 for no limit. Raises Failure (69) if Horovod is missing, ranks cannot be
+    found, or there are fewer ranks or hosts than the launcher started.
     """
     environment = launch_env()
     if not horovod:
@@ -140,7 +141,26 @@ def find_ranks(
             "launcher may belong to another MPI than the one loaded here, see `hvdtrain doctor`",
             exits.UNREACHABLE,
         )
+    _check_complete(group)
     return group
+
+
+def _check_complete(group: RankGroup) -> None:
+    """Raise Failure (69) if hvdtrain's launcher started more ranks, or used more hosts, than have found each other."""
+    launched = launched_by.from_environment()
+    machines = group.sentinel.machines if group.sentinel else 1
+    for noun, found, hint in (
+        (
+            "ranks",
+            group.rendezvous.size,
+            f"pass the launcher's variables on to each rank, or unset {launched_by.VARIABLE}",
+        ),
+        ("hosts", machines, "check that the names belong to different machines, and that each has slots"),
+    ):
+        wanted = launched.get(noun)
+        if isinstance(wanted, int) and found < wanted:
+            what = f"{launched['launcher']} asked for {wanted} {noun}, but this job has {found}"
+            raise Failure(f"{what}; hint: {hint}", exits.UNREACHABLE)
 
 
 def connect(

@@ -293,7 +293,7 @@ def start(launcher: str, arguments: list[str], environment: Mapping[str, str]) -
     inner = child_environment(plan, environment)
     if not options.dry_run:  # it would only obscure the command
         kept = [one for one in plan.settings if not _private(one, plan.passed)]
-        inner |= launched_by.to_environment(typed(plan, options), kept)
+        inner |= launched_by.to_environment(typed(plan, options), kept, plan.ranks, len(plan.hosts))
     command = mpirun_command(plan, list(inner)) if launcher == "mpirun" else horovodrun_command(plan)
     if options.dry_run:
         new = [f"{name}={value}" for name, value in sorted(inner.items()) if environment.get(name) != value]

@@ -14,9 +14,11 @@ VARIABLE = "HVDTRAIN_LAUNCHED_WITH"
 LONGEST_BYTES = 1 << 16
 
 
-def to_environment(launcher: str, settings: Sequence[Setting]) -> dict[str, str]:
-    """The variable for the ranks: the launcher's command line, and each setting with its reason."""
-    document = {"launcher": launcher, "settings": [dataclasses.asdict(one) for one in settings]}
+def to_environment(launcher: str, settings: Sequence[Setting], ranks: int, hosts: int) -> dict[str, str]:
+    """The variable for the ranks: the launcher's command line, each setting with its reason, and how many ranks and
+    hosts it starts."""
+    chosen = [dataclasses.asdict(one) for one in settings]
+    document = {"launcher": launcher, "settings": chosen, "ranks": ranks, "hosts": hosts}
     return {VARIABLE: json.dumps(document, separators=(",", ":"))}
 
 

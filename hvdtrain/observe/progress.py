@@ -7,7 +7,7 @@ import sys
 import textwrap
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -89,9 +89,9 @@ def wrapped(text: str, width: int) -> str:
     return textwrap.fill(text, max(1, width - BAR), break_long_words=False, break_on_hyphens=False)
 
 
-def on_terminal() -> bool:
-    """Whether stderr can show a bar."""
-    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+def on_terminal(stream: TextIO | None = None) -> bool:
+    """Whether the stream (default: stderr) can show a bar."""
+    return (stream or sys.stderr).isatty() and os.environ.get("TERM") != "dumb"
 
 
 def started_bar(label: str, total: int, done: int = 0) -> tuple[Bar, TaskID]:

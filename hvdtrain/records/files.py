@@ -76,16 +76,23 @@ def read_lines(path: Path, incomplete: Callable[[int], None] = lambda number: No
             line = line.removeprefix(codecs.BOM_UTF8).strip()
             if not line:
                 continue
-            try:
-                record = _DECODER.decode(line)
-            except msgspec.ValidationError as error:
-                raise _rejected(f"{path}:{number}", str(error)) from error
-            except (msgspec.DecodeError, ValueError, RecursionError) as error:
-                if _is_python_json(line):
-                    raise _rejected(f"{path}:{number}", "NaN and Infinity are not JSON") from error
+            record = decode(line, f"{path}:{number}")
+            if record is None:
                 incomplete(number)
             else:
                 yield number, record
+
+
+def decode(line: bytes, where: str) -> Record | None:
+    """The record in one line; None if the line is incomplete. Raises Failure (65) that names `where`."""
+    try:
+        return _DECODER.decode(line)
+    except msgspec.ValidationError as error:
+        raise _rejected(where, str(error)) from error
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        if _is_python_json(line):
+            raise _rejected(where, "NaN and Infinity are not JSON") from error
+        return None
 
 
 def _is_python_json(line: bytes) -> bool:

@@ -67,8 +67,9 @@ class Manifest(_Record, frozen=True, kw_only=True):
     `tools/throttle.sh`, or null), goodput_to, goodput_mbit and reason (why it is null). Goodput is the TCP payload to
     the host `goodput_to` before step 0, while every host sends to the next. Empty for a single host"""
     launch: dict[str, Any] = {}
-    """Written by launch/mpirun.sh and horovodrun.sh: launcher (the command line with its hosts) and settings (name,
-    value, reason, and mca: whether it is a parameter of Open MPI). Empty for other launchers"""
+    """Written by launch/mpirun.sh and horovodrun.sh: launcher (the command line with its hosts), settings (name, value,
+    reason, and mca: whether it is a parameter of Open MPI), and the numbers of ranks and hosts that it started. Empty
+    for other launchers"""
     versions: dict[str, str | None]
     git_commit: str | None
 

@@ -6,6 +6,7 @@ groups           repeats of one experiment; statistics: means, intervals, ratios
 comparability    which groups may be compared; scaling: speed-up and efficiency of comparable groups
 tables/          one module per table
 text, export     tables as text; the data frame for other programs
+live, watch      the state of one run that may still train, and its view in the terminal
 commands         the commands of the command line
 figures/         figures of the tables' numbers
 report/          tables and figures on one HTML page
@@ -16,3 +17,6 @@ from pathlib import Path
 RESULTS = Path("results")
 TARGET = (None, 0.95)
 """Default of --target: the name of a score (None: the primary metric), and its value"""
+TABLES = ("csv", "json", "parquet")
+TARGETS = ("prometheus", "tensorboard", "mlflow")
+"""Values of `results export --to`: tables of runs, and other tools"""

@@ -64,25 +64,6 @@ def group_columns(listed: str | None, loaded: Loaded) -> list[str] | None:
     return names
 
 
-def find_run(run: Path, roots: Sequence[Path] = (RESULTS,)) -> Path:
-    """The path if it exists, or else the run below the roots with this name, or with a name that starts with it.
-
-    Raises Failure (2) if there is no such run, or more than one.
-    """
-    if folders.exists(run) or run in roots:
-        return run
-    below = list(folders.find([root for root in roots if folders.exists(root)], []))
-    fitting = [path for path in below if path.name == str(run)]
-    fitting = fitting or [path for path in below if path.name.startswith(str(run))]
-    if len(fitting) == 1:
-        return fitting[0]
-    if fitting:
-        shown = f"{', '.join(map(str, fitting[:3]))}{', ...' if len(fitting) > 3 else ''}"
-        raise Failure(f"{run}: ambiguous, {len(fitting)} runs match ({shown}); hint: type more of it", exits.USAGE)
-    hint = near(str(run), [path.name for path in below]) or "; hint: name a run folder, or a folder of runs"
-    raise Failure(f"{run}: no such folder, and no such run in {', '.join(map(str, roots))}{hint}", exits.USAGE)
-
-
 # --- output -----------------------------------------------------------------------------------------------------------
 
 
@@ -139,7 +120,7 @@ def nonempty(loaded: Loaded, where: str | None) -> Loaded:
 
 
 def show(options: argparse.Namespace) -> int:
-    loaded = read([find_run(options.run, options.roots)], None)
+    loaded = read([folders.find_run(options.run, options.roots)], None)
     if len(loaded.runs) != 1:
         print_problems(loaded.problems)
         what = f"{options.run}: contains {len(loaded.runs)} runs"
@@ -149,7 +130,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def compare(options: argparse.Namespace) -> int:
-    sides = (read([find_run(side)], options.where) for side in (options.a, options.b))
+    sides = (read([folders.find_run(side)], options.where) for side in (options.a, options.b))
     before, after = (nonempty(side, options.where) for side in sides)
     table, worse = compare_runs(before, after, options.threshold)
     print_tables([table], options, [*before.problems, *after.problems])
@@ -160,7 +141,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit code."""
     if options.command in ("show", "compare"):
         return show(options) if options.command == "show" else compare(options)
-    loaded = nonempty(read([find_run(root) for root in options.roots], options.where), options.where)
+    loaded = nonempty(read([folders.find_run(root) for root in options.roots], options.where), options.where)
     score, value = getattr(options, "target", TARGET)
     if (score, value) != TARGET:
         if score:
@@ -173,7 +154,7 @@ def run(options: argparse.Namespace) -> int:
         case "report":
             document.write(loaded, options.output, value)
         case "export":
-            export(loaded.runs, options.format, options.output)
+            export(loaded, options.to, options.output)
         case _:
             print_tables(tables(options, loaded), options, loaded.problems)
             return exits.OK

@@ -43,6 +43,8 @@ class Sentinel:
         """From this host to the next one; None on a single host, or if no route was found"""
         self.hosts = 1
         """Number of host names in the job"""
+        self.machines = 1
+        """Number of hosts, which may share a name"""
         self.links: list[dict[str, Any]] = []
         """The result of the last `measure_links`"""
         self._next_host: str | None = None
@@ -55,6 +57,7 @@ class Sentinel:
         """
         offers = gather(self._offer())
         self.hosts = len({offer["host"] for offer in offers})
+        self.machines = len({offer["machine"] for offer in offers})
         leaders: dict[str, int] = {}
         for rank, offer in enumerate(offers):
             if offer["addresses"] is not None:

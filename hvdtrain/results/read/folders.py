@@ -7,7 +7,9 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hvdtrain.results import RESULTS
 from hvdtrain.system import exits
+from hvdtrain.system.arguments import near
 from hvdtrain.system.exits import Failure, printable
 
 
@@ -75,3 +77,22 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 def exists(path: Path) -> bool:
     """Whether the path exists, even as a broken link; False if its parent folder cannot be read."""
     return os.path.lexists(path)
+
+
+def find_run(run: Path, roots: Sequence[Path] = (RESULTS,)) -> Path:
+    """The path if it exists, or else the run below the roots with this name, or with a name that starts with it.
+
+    Raises Failure (2) if there is no such run, or more than one.
+    """
+    if exists(run) or run in roots:
+        return run
+    below = list(find([root for root in roots if exists(root)], []))
+    fitting = [path for path in below if path.name == str(run)]
+    fitting = fitting or [path for path in below if path.name.startswith(str(run))]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        shown = f"{', '.join(map(str, fitting[:3]))}{', ...' if len(fitting) > 3 else ''}"
+        raise Failure(f"{run}: ambiguous, {len(fitting)} runs match ({shown}); hint: type more of it", exits.USAGE)
+    hint = near(str(run), [path.name for path in below]) or "; hint: name a run folder, or a folder of runs"
+    raise Failure(f"{run}: no such folder, and no such run in {', '.join(map(str, roots))}{hint}", exits.USAGE)

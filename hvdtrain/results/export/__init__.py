@@ -1,7 +1,12 @@
-"""`hvdtrain results export`: every column of the data frame of runs, in base units, for other programs."""
+"""`hvdtrain results export`: runs for other programs.
+
+Tables contain every column of the data frame of runs, in base units. Prometheus gets its numbers, TensorBoard the
+numbers of every record, and MLflow both.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -10,24 +15,34 @@ from pathlib import Path
 import pandas as pd
 
 from hvdtrain.results import groups
+from hvdtrain.results.export import prometheus
+from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.scores import all_columns
 from hvdtrain.results.text import SCHEMA, harmless
 from hvdtrain.system import exits, files
 from hvdtrain.system.exits import Failure
 
+EXAMPLES = {"parquet": "runs.parquet", "tensorboard": "logs", "mlflow": "mlflow.db"}
+"""Formats that cannot go to standard output, and an example of a destination"""
 
-def export(runs: pd.DataFrame, form: str, path: Path | None) -> None:
-    """Writes csv, json or parquet to the path, or csv and json to standard output. Raises Failure (2, 73)."""
-    if form == "parquet":
-        if path is None:
-            raise Failure("parquet is binary; hint: name a file, as in -o runs.parquet", exits.USAGE)
-        write(path, _parquet(runs))
-        return
-    text = _csv(runs) if form == "csv" else _json(runs)
-    if path is None:
-        sys.stdout.write(text)
+
+def export(loaded: Loaded, to: str, path: Path | None) -> None:
+    """Writes to the path; csv, json and prometheus without a path to standard output.
+
+    Raises Failure (2, 69, 73, 74), also if the package of a target is missing.
+    """
+    if path is None and to in EXAMPLES:
+        raise Failure(f"{to} cannot be printed; hint: name a destination, as in -o {EXAMPLES[to]}", exits.USAGE)
+    if path is not None and to in ("tensorboard", "mlflow"):
+        importlib.import_module(f"hvdtrain.results.export.{to}").write(loaded, path)
+    elif path is not None and to == "parquet":
+        write(path, _parquet(loaded.runs))
     else:
-        write(path, text.encode())
+        text = _csv(loaded.runs) if to == "csv" else _json(loaded.runs) if to == "json" else prometheus.text(loaded)
+        if path is None:
+            sys.stdout.write(text)
+        else:
+            write(path, text.encode())
 
 
 def write(path: Path, content: bytes) -> None:

@@ -30,10 +30,9 @@ class HorovodCommunicator(Communicator):
             else:
                 import horovod.tensorflow as hvd
         except ImportError as error:
+            message = f"{error}; Horovod for {framework} is missing in {sys.prefix}; {build_hint(framework)}"
             raise Failure(
-                f"{error}; Horovod for {framework} is missing in {sys.prefix}; hint: run `make setup "
-                f"FRAMEWORKS={framework}`",
-                exits.UNREACHABLE,
+                f"{message}, or use torchrun with a strategy that needs no Horovod", exits.UNREACHABLE
             ) from error
         if timeline:
             os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
@@ -111,6 +110,12 @@ class HorovodCommunicator(Communicator):
         return list(
             self._hvd.DistributedGradientTape(tape, op=self._hvd.Sum, sparse_as_dense=True).gradient(loss, weights)
         )
+
+
+def build_hint(framework: str = "") -> str:
+    """How to install Horovod, for error messages."""
+    setup = f"make setup FRAMEWORKS={framework}" if framework else "make setup"
+    return f"hint: run `{setup}` in a checkout, or `hvdtrain build-horovod` after `pip install hvdtrain`"
 
 
 class HorovodStep(TorchStep):

@@ -152,7 +152,7 @@ def wanted(strategy: str | None = None) -> Exchange | None:
     launcher = launch_env().launcher
     text = strategy or os.environ.get(VARIABLE)
     missing = next((front.missing for front in _known if front.missing), "")
-    if text is None and (launcher == "torchrun" or (missing and launcher == "alone")):
+    if not text and (launcher == "torchrun" or (missing and launcher == "alone")):
         text = DEFAULT_REDUCER
     exchange = parse(text or TrainConfig.strategy)
     backend = exchange.capabilities.backend
@@ -297,14 +297,12 @@ def _switch_to_tcp() -> None:
 
 
 def _carry(front: Front, job: Job) -> None:
-    """Makes Horovod's Python functions use the job. Ours do already."""
-    if front.missing:
-        return
-    module, basics = front.module, front.module._basics
-    replacements = (
-        (basics, "MPI_LIB_CTYPES", Basics(job, basics.MPI_LIB_CTYPES, shutdown)),
-        (module, front.holder, front.operations(job, getattr(module, front.holder))),
-    )
+    """Makes Horovod's Python functions use the job."""
+    module = front.module
+    replacements = [(module, front.holder, front.operations(job, getattr(module, front.holder)))]
+    if not front.missing:  # our functions ask the job for ranks and sizes
+        basics = module._basics
+        replacements.append((basics, "MPI_LIB_CTYPES", Basics(job, basics.MPI_LIB_CTYPES, shutdown)))
     for owner, name, replacement in replacements:
         _replaced.append((owner, name, getattr(owner, name)))
         setattr(owner, name, replacement)

@@ -1,17 +1,13 @@
 """Horovod's functions for PyTorch if it is installed, otherwise hvdtrain's own."""
 
-import importlib
 from typing import Any
 
-MISSING = ""
-"""Why Horovod cannot be imported; empty if it can"""
+from hvdtrain.horovod_api.installed import either
 
-try:
-    from horovod.torch import *  # noqa: F403
-    from horovod.torch import DistributedOptimizer as DistributedOptimizer
-    from horovod.torch import broadcast_optimizer_state as broadcast_optimizer_state
-except ImportError as error:
-    from hvdtrain.torch.standalone import *  # noqa: F403
+mpi_ops, _names, MISSING = either(["horovod.torch.mpi_ops", "horovod.torch"], ["hvdtrain.torch.standalone"])
+"""The module with the calls, and why Horovod cannot be imported (empty if it can)"""
+globals().update(_names)
 
-    MISSING = f"Horovod for PyTorch is missing ({error})"
-mpi_ops: Any = importlib.import_module("hvdtrain.torch.standalone" if MISSING else "horovod.torch.mpi_ops")
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"Horovod has no {name}")

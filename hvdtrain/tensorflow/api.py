@@ -9,6 +9,7 @@ mpi_ops, _names, MISSING = either(
 )
 """The module with the calls, and why Horovod cannot be imported (empty if it can)"""
 globals().update(_names)
+globals().pop("keras", None)  # Horovod's; hvdtrain.tensorflow.keras replaces it
 
 
 def __getattr__(name: str) -> Any:

@@ -324,7 +324,7 @@ def main() -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)  # init must not start TensorFlow
     folder = Path(sys.argv[1])
     for module, own in ((horovod.tensorflow, hvd), (horovod.keras, hvdtrain.keras)) if horovod else ():
-        assert all(hasattr(own, name) for name in vars(module) if not name.startswith("_"))
+        assert all(hasattr(own, name) for name in vars(module) if not name.startswith("_") and name != "keras")
     report = {"calls": calls(), "errors": errors(), "fits": fits(folder)}
     every = hvd.allgather_object(report["calls"])
     if hvd.rank() == 0:

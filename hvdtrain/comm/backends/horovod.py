@@ -14,7 +14,7 @@ import numpy as np
 
 from hvdtrain.comm.backends.base import Communicator, TorchStep
 from hvdtrain.sentinel.auth import KEY_BYTES
-from hvdtrain.system import exits
+from hvdtrain.system import exits, install
 from hvdtrain.system.exits import Failure
 
 
@@ -30,7 +30,7 @@ class HorovodCommunicator(Communicator):
             else:
                 import horovod.tensorflow as hvd
         except ImportError as error:
-            message = f"{error}; Horovod for {framework} is missing in {sys.prefix}; {build_hint(framework)}"
+            message = f"{error}; Horovod for {framework} is missing in {sys.prefix}; hint: {install.horovod(framework)}"
             raise Failure(
                 f"{message}, or use torchrun with a strategy that needs no Horovod", exits.UNREACHABLE
             ) from error
@@ -110,12 +110,6 @@ class HorovodCommunicator(Communicator):
         return list(
             self._hvd.DistributedGradientTape(tape, op=self._hvd.Sum, sparse_as_dense=True).gradient(loss, weights)
         )
-
-
-def build_hint(framework: str = "") -> str:
-    """How to install Horovod, for error messages."""
-    setup = f"make setup FRAMEWORKS={framework}" if framework else "make setup"
-    return f"hint: run `{setup}` in a checkout, or `hvdtrain build-horovod` after `pip install hvdtrain`"
 
 
 class HorovodStep(TorchStep):

@@ -54,7 +54,7 @@ def test_functions_have_the_arguments_of_horovods() -> None:
         own = getattr(standalone, name)
         expected, actual = (inspect.signature(each).parameters for each in (function, own))
         if name not in ("init", "shutdown"):
-            assert list(actual) == list(expected), name
+            assert list(actual)[: len(expected)] == list(expected), name
 
 
 def test_without_horovod_its_own_transport_is_an_error_of_one_line() -> None:

@@ -40,7 +40,7 @@ class Own:
     notes: tuple[str, ...] = ()
     """Settings of DataLoaders that have no effect, one line each"""
     batch_size: int | None = None
-    """That of the training data's DataLoader"""
+    """The batch size of the training data's DataLoader"""
     name = "own"
 
     @property

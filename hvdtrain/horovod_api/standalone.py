@@ -1,7 +1,7 @@
 """Horovod's functions that know no framework, on the TCP backend, for an environment without Horovod.
 
-`hvdtrain.torch` and `hvdtrain.tensorflow` use Horovod's own functions if they can be imported. Names, arguments and
-results here are those of Horovod 0.28.
+`hvdtrain.torch` and `hvdtrain.tensorflow` use Horovod's own functions if they can be imported. Names,
+arguments and results equal Horovod 0.28's.
 """
 
 from __future__ import annotations
@@ -148,11 +148,11 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """Does nothing, since there is no timeline."""
+    """Does nothing, since nothing records a timeline."""
 
 
 def operator(op: Op | None, average: bool | None) -> Op:
-    """`op`, or what the deprecated `average` means. Raises ValueError if both are given."""
+    """`op`, or the operation of the deprecated argument `average`. Raises ValueError if both are given."""
     if average is not None and op is not None:
         raise ValueError("The op parameter supersedes average. Please provide only one of them.")
     return op if op is not None else Op.SUM if average is False else Op.AVERAGE

@@ -1,6 +1,6 @@
 """Horovod's TensorFlow functions on the TCP backend, for an environment without Horovod.
 
-Names, arguments and gradients are those of Horovod 0.28 (horovod.readthedocs.io, API). `join`, and optimizers of
+Names, arguments and gradients equal Horovod 0.28's (horovod.readthedocs.io, API). `join`, and optimizers of
 tf.compat.v1, raise NotImplementedError.
 """
 

@@ -1,6 +1,6 @@
 """Horovod's PyTorch functions on the TCP backend, for an environment without Horovod.
 
-Names, arguments and gradients are those of Horovod 0.28 (horovod.readthedocs.io, API). `SyncBatchNorm` and `join` raise
+Names, arguments and gradients equal Horovod 0.28's (horovod.readthedocs.io, API). `SyncBatchNorm` and `join` raise
 NotImplementedError.
 """
 
@@ -201,7 +201,7 @@ def allreduce(
 def sparse_allreduce_async(
     tensor: Tensor, name: str, op: Any, process_set: Any = global_process_set
 ) -> Callable[[], Tensor]:
-    """Return a function that waits for the sum, whose rows are those of all ranks."""
+    """Return a function that waits for the sum, which has the rows of all ranks."""
     indices = allgather_async(tensor._indices().transpose(0, 1).contiguous(), f"{name}.indices", process_set)
     values = allgather_async(tensor._values(), f"{name}.values", process_set)
 

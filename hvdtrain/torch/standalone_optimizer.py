@@ -31,7 +31,7 @@ class Calling(torch.optim.Optimizer):
     _synchronized = False
 
     def synchronize(self) -> None:
-        """Replace the gradients by those of all ranks. Collective. A parameter without a gradient counts as zeros."""
+        """Reduce the gradients over all ranks. Collective. A parameter without a gradient counts as zeros."""
         if not self._process_set.included():
             return
         finishing = [(parameter, self._start(name, parameter)) for name, parameter in self._named.items()]

@@ -54,10 +54,14 @@ def test_two_ranks_with_half_the_batch_train_as_one_process(strategy: str) -> No
     assert fits["fit"]["each"] == [[0.5, 1.0]] * 3
 
 
-@on_each_backend
-def test_a_single_step_moves_the_weights_by_the_sum(strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "program"),
+    [("", []), ("hierarchical", []), ("hierarchical", [str(PROGRAMS / "without_horovod.py")])],
+    ids=["Horovod", "tcp", "without Horovod"],
+)
+def test_a_single_step_moves_the_weights_by_the_sum(strategy: str, program: list[str]) -> None:
     extra = {"HVDTRAIN_STRATEGY": strategy} if strategy else {}
-    report = document(launch(2, [str(PROGRAMS / "own_keras_steps.py")], extra=extra))
+    report = document(launch(2, [*program, str(PROGRAMS / "own_keras_steps.py")], extra=extra))
     validated, evaluated = report.pop("validated", (0, 0))
     assert validated == pytest.approx(evaluated, rel=1e-5), "an epoch that ends between two exchanges"
     assert report == {

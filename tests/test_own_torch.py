@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
+import horovod.torch
 import pytest
 import torch
 from conftest import PROGRAMS, document, launch
 from torch import nn
 
+from hvdtrain import resnet
+from hvdtrain.torch import standalone
 from hvdtrain.torch.vectors import Parameters
+
+WITHOUT_HOROVOD = ["-W", "ignore", str(PROGRAMS / "without_horovod.py")]
 
 
 def calls(launcher: str, strategy: str = "", *words: str) -> Any:
@@ -33,9 +39,37 @@ def test_both_backends_return_the_same_results(launcher: str, strategy: str, wor
     assert on_tcp["ranks"] == on_horovod["ranks"]
 
 
-def test_an_optimizer_trains_as_the_strategy_and_resumes_exactly() -> None:
+def test_calls_return_the_same_results_without_horovod(on_horovod: Any) -> None:
+    on_tcp = document(launch(2, [*WITHOUT_HOROVOD, str(PROGRAMS / "own_calls.py")], "torchrun"))
+    assert set(on_tcp["needs Horovod"]) == {"Adasum", "join"}
+    for own, expected in zip(on_tcp["ranks"], on_horovod["ranks"], strict=True):
+        own["is"][1:3] = expected["is"][1:3]  # whether Horovod was built with MPI and Gloo
+        assert own == expected
+
+
+def test_functions_have_the_arguments_of_horovods() -> None:
+    for name, function in vars(horovod.torch).items():
+        if name.startswith("_") or not inspect.isfunction(function) or name == "check_extension":
+            continue
+        own = getattr(standalone, name)
+        expected, actual = (inspect.signature(each).parameters for each in (function, own))
+        if name not in ("init", "shutdown"):
+            assert list(actual)[: len(expected)] == list(expected), name
+
+
+def test_without_horovod_its_own_transport_is_an_error_of_one_line() -> None:
+    script = [*WITHOUT_HOROVOD, str(PROGRAMS / "own_calls.py")]
+    done = launch(2, script, "mpirun")
+    assert done.returncode and "Traceback" not in done.stderr
+    assert "hint: run `make setup` in a checkout, or `hvdtrain build-horovod`" in done.stderr
+    done = launch(2, [*WITHOUT_HOROVOD, str(resnet.__file__), "--dry-run", "--epochs=1"], "mpirun")
+    assert done.returncode == 0, "a dry run needs no Horovod"
+
+
+@pytest.mark.parametrize("program", [[], WITHOUT_HOROVOD], ids=["Horovod", "without"])
+def test_an_optimizer_trains_as_the_strategy_and_resumes_exactly(program: list[str]) -> None:
     """The program compares, and raises if a check fails."""
-    assert document(launch(3, [str(PROGRAMS / "own_optimizer.py")], "torchrun"))["strategies"]
+    assert document(launch(3, [*program, str(PROGRAMS / "own_optimizer.py")], "torchrun"))["strategies"]
 
 
 def test_gradients_return_in_the_memory_order_of_the_parameters() -> None:

@@ -20,14 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.captions.vocabulary import PAD, Vocabulary
-from hvdtrain.data import Batch, halves
+from hvdtrain.data import Batch, Split, halves
 from hvdtrain.data.prepared import PARTS
 
 WINDOW = 64  # number of batches that are sorted by length together
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaptionSplit:
+class CaptionSplit(Split):
     """One part of a captioning data set: N images with P captions in total."""
 
     inputs: NDArray[Any]

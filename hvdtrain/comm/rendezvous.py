@@ -28,7 +28,7 @@ from hvdtrain.comm.backends.base import Communicator, Rendezvous
 from hvdtrain.comm.launch_env import LaunchEnv
 from hvdtrain.comm.signed_store import SignedRendezvous
 from hvdtrain.sentinel.auth import KEY_BYTES
-from hvdtrain.system import exits
+from hvdtrain.system import exits, install
 from hvdtrain.system.environment import number
 from hvdtrain.system.exits import Failure
 
@@ -59,10 +59,8 @@ class MpiRendezvous:
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:  # RuntimeError: no MPI library found
-            raise Failure(
-                f"{error}; under mpirun every strategy except Horovod's own needs mpi4py; hint: run `make setup`",
-                exits.UNREACHABLE,
-            ) from error
+            message = f"{error}; under mpirun every strategy except Horovod's own needs mpi4py"
+            raise Failure(f"{message}; hint: {install.package('mpi4py')}", exits.UNREACHABLE) from error
         if not MPI.Is_initialized():  # a script may have set mpi4py.rc.initialize = False, for Horovod to do it
             MPI.Init()
             atexit.register(self.shutdown)
@@ -199,8 +197,8 @@ class TorchrunRendezvous(StoreRendezvous):
             from torch.distributed import TCPStore
         except ImportError as error:
             raise Failure(
-                f"{error}; under torchrun, ranks need PyTorch to find each other; hint: run `make setup`, or start "
-                "them with horovodrun or mpirun",
+                f"{error}; under torchrun, ranks need PyTorch to find each other; hint: "
+                f"{install.package('torch')}, or start them with horovodrun or mpirun",
                 exits.UNREACHABLE,
             ) from error
         # With TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 rank 0 serves the store.

@@ -14,11 +14,11 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,24 @@ class Split(Protocol):
 
         A model derives the step's random numbers on this rank from `key`, 64 bits; it is None in evaluation.
         """
+
+    def batches(self, requests: Iterator[Request], rank: int, size: int) -> Iterator[Batch]:
+        """The batch of each request, in order. All requests come from rank `rank` of `size`."""
+        for request in requests:
+            yield self.batch(*request)
+
+    def part(self, items: NDArray[np.int64], cuts: Sequence[int], rank: int) -> NDArray[np.int64]:
+        """The part of a rank in `items`, which are those of a step over all ranks. `cuts` are the borders of equal or
+        proportional parts."""
+        return items[cuts[rank] : cuts[rank + 1]]
+
+
+class Request(NamedTuple):
+    """The arguments of `Split.batch`."""
+
+    items: NDArray[np.int64]
+    global_items: NDArray[np.int64]
+    key: int | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from hvdtrain.data import Batch, Split
+from hvdtrain.data import Batch, Request, Split
 from hvdtrain.system.exits import BAD_CONFIG, Failure
 
 PREFETCHED = 2
@@ -115,6 +115,18 @@ class Loader:
         return _prefetch(self._batches(number, start))
 
     def _batches(self, number: int, start: int) -> Iterator[Batch]:
+        steps, copies = itertools.tee(self._steps(number, start))
+        batches = self._split.batches(itertools.chain.from_iterable(copies), self._rank, self._size)
+        for requests in steps:
+            parts = tuple(itertools.islice(batches, len(requests)))
+            if len(parts) == 1:
+                yield parts[0]
+            else:
+                weight = sum(part.weight for part in parts)
+                yield Batch(arrays=(), weight=weight, total_weight=parts[0].total_weight, parts=parts)
+
+    def _steps(self, number: int, start: int) -> Iterator[list[Request]]:
+        """The micro-batches of each step, at least one."""
         whole, samples = len(self._split), self._samples
         permutation, part = divmod(number, whole // samples)
         stream = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, permutation])))
@@ -124,20 +136,14 @@ class Loader:
         first = self.step_at(start)
         for step, (begin, end) in enumerate(itertools.pairwise([start, *self.ends(start)]), start=first):
             global_items = order[begin:end]
-            cuts = _cuts(len(global_items), self._parts, self._least)
-            items = global_items[cuts[self._rank] : cuts[self._rank + 1]]
+            items = self._split.part(global_items, _cuts(len(global_items), self._parts, self._least), self._rank)
             name = [self._seed, number, step, self._rank]
             count = max(1, min(self._micro_batches, len(items) // 2))
-            if count == 1:
-                yield self._split.batch(items, global_items, _key(name))
-                continue
             borders = [len(items) * part // count for part in range(count + 1)]
-            parts = tuple(
-                self._split.batch(items[begin:end], global_items, _key([*name, part]))
+            yield [
+                Request(items[begin:end], global_items, _key(name if count == 1 else [*name, part]))
                 for part, (begin, end) in enumerate(itertools.pairwise(borders))
-            )
-            weight = sum(part.weight for part in parts)
-            yield Batch(arrays=(), weight=weight, total_weight=parts[0].total_weight, parts=parts)
+            ]
 
 
 def _key(name: Sequence[int]) -> int:
@@ -164,9 +170,14 @@ def shard(
 
 
 def _in_order(split: Split, batch_size: int, rank: int, cuts: Sequence[int]) -> Iterator[Batch]:
-    for done in range(0, cuts[rank + 1] - cuts[rank], batch_size):
-        global_items = [np.arange(a + done, min(a + done + batch_size, b)) for a, b in itertools.pairwise(cuts)]
-        yield split.batch(global_items[rank], np.concatenate(global_items), None)
+    size, samples = len(cuts) - 1, np.arange(cuts[-1])
+    parts = [split.part(samples, cuts, each) for each in range(size)]
+    requests = (
+        Request(items[rank], np.concatenate(items), None)
+        for done in range(0, len(parts[rank]), batch_size)
+        for items in [[part[done : done + batch_size] for part in parts]]
+    )
+    return split.batches(requests, rank, size)
 
 
 def _ends(samples: int, start: int, global_batch: int, size: int) -> list[int]:

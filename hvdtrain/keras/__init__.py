@@ -9,24 +9,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras as _keras
-from horovod.keras import *  # noqa: F403
-from horovod.tensorflow import Compression
-from horovod.tensorflow import broadcast_global_variables as broadcast_global_variables
-from horovod.tensorflow.keras import allgather as allgather
-from horovod.tensorflow.keras import allreduce as allreduce
-from horovod.tensorflow.keras import broadcast as broadcast
-from horovod.tensorflow.keras import reducescatter as reducescatter
 
+from hvdtrain.keras import callbacks as callbacks
+from hvdtrain.keras.api import *  # noqa: F403
 from hvdtrain.keras.optimizer import Distributed
 from hvdtrain.keras.optimizer import DistributedOptimizer as DistributedOptimizer
 from hvdtrain.tensorflow import elastic as elastic
 from hvdtrain.tensorflow import init as init
 from hvdtrain.tensorflow import log as log
 from hvdtrain.tensorflow import shutdown as shutdown
+from hvdtrain.tensorflow.api import Compression
+from hvdtrain.tensorflow.api import broadcast_global_variables as broadcast_global_variables
 from hvdtrain.tensorflow.tape import local_weights
-
-del callbacks  # noqa: F821 (Horovod's callbacks)
-from hvdtrain.keras import callbacks as callbacks  # noqa: E402
 
 
 def PartialDistributedOptimizer(optimizer: Any, *arguments: Any, local_layers: Any = None, **named: Any) -> Any:

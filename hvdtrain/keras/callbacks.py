@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import horovod.tensorflow as horovod
 import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.keras import recorded
 from hvdtrain.keras.optimizer import Distributed
+from hvdtrain.tensorflow import api as horovod
 from hvdtrain.tensorflow import broadcast_variables
 from hvdtrain.tensorflow.step import tensor
 

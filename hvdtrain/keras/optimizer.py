@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import horovod.tensorflow as horovod
 import keras
 import numpy as np
 import tensorflow as tf
@@ -22,6 +21,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from hvdtrain.horovod_api import job
 from hvdtrain.horovod_api.arguments import conflict
 from hvdtrain.strategies.registry import DEFAULT_REDUCER
+from hvdtrain.tensorflow import api as horovod
 from hvdtrain.tensorflow.recorded import Recorded
 from hvdtrain.tensorflow.step import Step, split_local, tensor
 

@@ -25,7 +25,7 @@ from hvdtrain.launch.mpi import HYDRA_SSH, MPICH, Mpi, mca
 from hvdtrain.launch.mpi import find as find_mpi
 from hvdtrain.launch.supervise import Job, lost_host
 from hvdtrain.launch.tuning import GLOO, MPI, Setting
-from hvdtrain.system import cgroup, exits, hosts
+from hvdtrain.system import cgroup, exits, hosts, install
 from hvdtrain.system.arguments import Parser
 from hvdtrain.system.commands import Command
 from hvdtrain.system.environment import FOR_LAUNCHERS, FOR_RANKS, passes
@@ -301,7 +301,7 @@ def start(launcher: str, arguments: list[str], environment: Mapping[str, str]) -
         return exits.OK
     for program in {command[0], "mpirun" if plan.backend == MPI else command[0]}:
         if shutil.which(program, path=inner.get("PATH", os.defpath)) is None:
-            hint = "run `make setup` or `hvdtrain build-horovod`, or load your cluster's MPI"
+            hint = f"{install.package('openmpi')}, or load your cluster's MPI"
             raise Failure(f"no {program} in PATH; hint: {hint}", exits.UNREACHABLE)
     if plan.logs and plan.mpi.name == MPICH:  # it does not create the folder
         plan.logs.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,11 +38,15 @@ class Own:
         sums: Callable[[Any, Any], Mapping[str, tf.Tensor]],
         shapes: Shapes,
         config: TrainConfig,
+        inputs: Sequence[str] = (),
         names: Mapping[int, str] | None = None,
     ) -> None:
-        """`names`: names of a stage's variables in the whole model, by id. Raises Failure (78) for a model without
-        weights, weights that are not float32, an unknown loss, or a precision or number of threads that TensorFlow did
-        not start with.
+        """`inputs`: the keys of the dict that the model takes; empty if it takes a tensor or a list.
+
+        `names`: names of a stage's variables in the whole model, by id.
+
+        Raises Failure (78) for a model without weights, weights that are not float32, an unknown loss, or a precision
+        or number of threads that TensorFlow did not start with.
         """
         self.threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
         self.threads = int(os.environ.get("TF_NUM_INTRAOP_THREADS", self.threads))
@@ -62,6 +66,7 @@ class Own:
         except ValueError as error:
             raise Failure(f"loss={loss!r} is not a Keras loss: {error}", BAD_CONFIG) from error
         self.model, self._sums, self._shapes, self._config = model, sums, shapes, config
+        self._inputs = () if isinstance(model, tf.keras.Sequential) else tuple(inputs)
         self.layers: list[Layer] = []
         self._begins: list[int] = []
         """The first of the model's layers in each of `layers`"""
@@ -130,7 +135,7 @@ class Own:
         entry = (self.layers[part.start - 1].output, "float32") if part.start else (shape, kind)
         children = layers[begins[part.start] : begins[part.stop]]
         stage = tf.keras.Sequential([tf.keras.Input(entry[0], dtype=entry[1]), *children])
-        result = Own(stage, self._loss, self._sums, self._shapes, self._config, self._names)
+        result = Own(stage, self._loss, self._sums, self._shapes, self._config, names=self._names)
         result._first = {name: array for name, array in self._first.items() if name in result._constants}
         return result
 
@@ -141,8 +146,14 @@ class Own:
             self._has_trained = True
             for number, seed in self._seeds.items():
                 seed.assign(tf.cast(tf.stack([key[0], key[1] + number]), seed.dtype))
-        outputs = self.model(inputs[0] if len(inputs) == 1 else inputs, training=training)
+        outputs = self.model(self._argument(inputs), training=training)
         return tf.nest.map_structure(lambda output: tf.cast(output, tf.float32), outputs)
+
+    def _argument(self, inputs: Sequence[Any]) -> Any:
+        """The inputs as the model takes them."""
+        if self._inputs:
+            return dict(zip(self._inputs, inputs, strict=True))
+        return inputs[0] if len(inputs) == 1 else list(inputs)
 
     def loss(self, *arrays: tf.Tensor, training: bool) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
         """Sum of the losses, and the metric's sums, for inputs, targets (n, ...) and key."""
@@ -158,13 +169,19 @@ class Own:
     def probe(self, arrays: list[np.ndarray]) -> float:
         """Mean multiply-adds of a layer for one sample, if each weight is used once.
 
-        Raises Failure (78) if the loss is a sum over samples, since their number would be unknown.
+        Raises Failure (78) if the model does not take these inputs, or the loss is a sum over samples, since their
+        number would be unknown.
         """
+        structure = getattr(self.model, "_inputs_struct", None)  # of a functional model
+        keys = list(structure) if isinstance(structure, dict) else getattr(self.model, "input_names", self._inputs)
+        if self._inputs and set(keys) != set(self._inputs):
+            message = f"model has the inputs {', '.join(keys)}, but a sample has {', '.join(self._inputs)}"
+            raise Failure(f"{message}; hint: name the keras.Input layers as the keys of the samples", BAD_CONFIG)
         *inputs, targets, _ = arrays
         values = []
         for repeated in (1, 2):
             *batch, truth = [np.concatenate([array] * repeated) for array in (*inputs, targets)]
-            outputs = self.model(batch[0] if len(batch) == 1 else batch, training=False)
+            outputs = self.model(self._argument(batch), training=False)
             values.append(self._loss(truth, outputs))
         if values[0].shape.rank == 0 and values[0] and abs(float(values[1] / values[0]) - 2) < 0.01:
             raise Failure(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -36,8 +37,12 @@ class Own(nn.Module):
         sums: Callable[[Any, Any], Mapping[str, Tensor]],
         shapes: Shapes,
         config: TrainConfig,
+        inputs: Sequence[str] = (),
     ) -> None:
-        """Raises Failure (78) if a parameter is not float32, or there are none."""
+        """`inputs`: the keywords by which the model takes its inputs; empty if it takes them by position.
+
+        Raises Failure (78) if a parameter is not float32, or there are none.
+        """
         super().__init__()
         self.threads = 0
         self.layers: list[Layer] = []
@@ -47,6 +52,7 @@ class Own(nn.Module):
         hooked = any(
             getattr(model, f"_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre")
         )
+        self._inputs = () if isinstance(model, nn.Sequential) else tuple(inputs)
         self._sequential = type(model) is nn.Sequential and not hooked
         self.model, self._loss, self._sums, self._shapes, self._config = model, loss, sums, shapes, config
         self._constants: dict[str, np.ndarray] = {}
@@ -122,7 +128,8 @@ class Own(nn.Module):
             self._check_constants()
         if not self._sequential:
             _draw_from(seed, key.device)
-            outputs = self.model(*inputs)
+            positional, named = self._arguments(inputs)
+            outputs = self.model(*positional, **named)
         else:
             (outputs,) = inputs
             for number, child in enumerate(self.model._modules.values(), start=self._first):
@@ -139,6 +146,9 @@ class Own(nn.Module):
             terms = self._sums(outputs.detach() if isinstance(outputs, Tensor) else outputs, targets)
             sums = {name: _summed(values, self._shapes.get(name, ()), count) for name, values in terms.items()}
         return total, sums
+
+    def _arguments(self, inputs: Sequence[Tensor]) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
+        return ((), dict(zip(self._inputs, inputs, strict=True))) if self._inputs else (inputs, {})
 
     def _check_constants(self) -> None:
         """Called once after some training. Raises Failure (78) if a buffer other than running statistics has
@@ -157,14 +167,23 @@ class Own(nn.Module):
         """Mean multiply-adds of a linear or convolutional layer for one sample, measured with a batch in evaluation
         mode.
 
-        Raises Failure (78) if the loss is a sum over samples, since their number would be unknown.
+        Raises Failure (78) if the model does not take these inputs, or the loss is a sum over samples, since their
+        number would be unknown.
         """
         self.eval()
         device = next(self.model.parameters()).device
         *inputs, targets, _ = [torch.from_numpy(array).to(device) for array in arrays]
-        outputs, work = _worked(self.model, *inputs)
+        positional, named = self._arguments(inputs)
+        try:
+            inspect.signature(self.model.forward).bind(*positional, **named)
+        except TypeError as error:
+            given = f"the inputs {', '.join(self._inputs)}" if self._inputs else f"{len(inputs)} inputs"
+            message = f"{type(self.model).__name__}.forward, called with {given} of a sample: {error}"
+            raise Failure(f"{message}; hint: make the samples' inputs its arguments", BAD_CONFIG) from error
+        outputs, work = _worked(self.model, *positional, **named)
         once = self._loss(outputs, targets)
-        outputs = self.model(*(torch.cat([array, array]) for array in inputs))
+        positional, named = self._arguments([torch.cat([array, array]) for array in inputs])
+        outputs = self.model(*positional, **named)
         twice = self._loss(outputs, torch.cat([targets, targets]))
         if once.ndim == 0 and once and abs(float(twice / once) - 2) < 0.01:
             raise Failure(
@@ -200,7 +219,7 @@ class Own(nn.Module):
             parameter.data, parameter.grad = parameter.data.clone(), None
 
 
-def _worked(module: nn.Module, *inputs: Any) -> tuple[Any, list[float]]:
+def _worked(module: nn.Module, *inputs: Any, **named: Any) -> tuple[Any, list[float]]:
     """A module's outputs, and the multiply-adds of its linear and convolutional layers."""
     work: list[float] = []
     hooks = [
@@ -208,7 +227,7 @@ def _worked(module: nn.Module, *inputs: Any) -> tuple[Any, list[float]]:
         for layer in module.modules()
         if isinstance(layer, nn.Linear | nn.modules.conv._ConvNd)
     ]
-    outputs = module(*inputs)
+    outputs = module(*inputs, **named)
     for hook in hooks:
         hook.remove()
     return outputs, work

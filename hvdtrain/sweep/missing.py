@@ -13,7 +13,7 @@ from hvdtrain.launch.link import address_of
 from hvdtrain.sweep import command
 from hvdtrain.sweep.file import ALL_GPUS, ClusterSpec, Sweep
 from hvdtrain.sweep.grid import Experiment
-from hvdtrain.system import net
+from hvdtrain.system import install, net
 from hvdtrain.system.commands import find, succeeds
 from hvdtrain.system.exits import Failure
 
@@ -57,9 +57,9 @@ def framework(experiment: Experiment) -> str | None:
     """Why the experiment's framework is missing; None if it is installed or belongs to a plug-in."""
     name = experiment.flags.get("framework", "auto")
     if name in COUNT_GPUS and not installed(name):
-        return f"{name} is not installed; hint: run `make setup FRAMEWORKS={name}`"
+        return f"{name} is not installed; hint: {install.package(name)}"
     if name == "auto" and not any(map(installed, COUNT_GPUS)):
-        return "neither torch nor tensorflow is installed; hint: run `make setup`"
+        return f"neither torch nor tensorflow is installed; hint: {install.package()}"
     return None
 
 
@@ -84,7 +84,7 @@ def _launcher(experiment: Experiment) -> str | None:
     scripts = {"launch/mpirun.sh": ["mpirun"], "launch/horovodrun.sh": ["horovodrun", "mpirun"]}
     for program in scripts.get(launcher, launcher.split()[:1]):
         if shutil.which(program, path=path) is None:
-            return f"no {program} in PATH; hint: run `make setup`, or load the MPI module of your cluster"
+            return f"no {program} in PATH; hint: {install.package('openmpi')}, or load the MPI module of your cluster"
     return None
 
 

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from hvdtrain.system import install
+
 OK = 0
 FAILED = 1
 USAGE = 2
@@ -64,7 +66,10 @@ def end(main: Callable[[list[str]], int], arguments: list[str], name: str = "hvd
     except ModuleNotFoundError as error:  # `make demo` installs no packages for plots and tables
         if (error.name or "hvdtrain").partition(".")[0] == "hvdtrain":
             raise
-        print(f"{name}: this command needs the package {error.name}; hint: run `make setup`", file=sys.stderr)
+        print(
+            f"{name}: this command needs the package {error.name}; hint: {install.package(error.name or '')}",
+            file=sys.stderr,
+        )
         code = UNREACHABLE
     except BrokenPipeError:  # the reader of the output has exited
         sys.stdout = None

@@ -1,8 +1,8 @@
 """Drop-in module for `import horovod.tensorflow as hvd`, with Horovod's names and hvdtrain's strategies.
 
 Horovod's functions are used unchanged. `init` decides whether Horovod or, with HVDTRAIN_STRATEGY, hvdtrain's TCP
-backend carries their calls (see `hvdtrain.horovod_api.job`). docs/reference/horovod-compatibility.md
-lists the names and how each behaves.
+backend carries their calls (see `hvdtrain.horovod_api.job`). Without Horovod, `standalone` has the same functions for
+the TCP backend. docs/reference/horovod-compatibility.md lists the names and how each behaves.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import inspect as _inspect
 from collections.abc import Sequence
 from typing import Any
 
-import horovod.tensorflow as _horovod
 import tensorflow as _tf
-from horovod.tensorflow import *  # noqa: F403
-from horovod.tensorflow import _executing_eagerly as _executing_eagerly
-from horovod.tensorflow import global_process_set, mpi_ops
 
 from hvdtrain.horovod_api import job
 from hvdtrain.horovod_api.record import log as log
 from hvdtrain.strategies.registry import DEFAULT_REDUCER
+from hvdtrain.tensorflow import api as _horovod
+from hvdtrain.tensorflow.api import *  # noqa: F403
+from hvdtrain.tensorflow.api import _executing_eagerly as _executing_eagerly
+from hvdtrain.tensorflow.api import global_process_set, mpi_ops
 from hvdtrain.tensorflow.operations import Operations
 from hvdtrain.tensorflow.step import tensor
 from hvdtrain.tensorflow.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
 from hvdtrain.tensorflow.tape import DistributedGradientTape as DistributedGradientTape
 from hvdtrain.tensorflow.tape import PartialDistributedGradientTape as PartialDistributedGradientTape
 
-_FRONT = job.Front("tensorflow", mpi_ops, "MPI_LIB", Operations)
+_FRONT = job.Front("tensorflow", mpi_ops, "MPI_LIB", Operations, _horovod.MISSING)
 init, shutdown, elastic = _FRONT.init, _FRONT.shutdown, job.Elastic()
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from horovod.common.exceptions import HorovodInternalError
-from horovod.tensorflow import mpi_ops
 from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_data
 
+from hvdtrain.comm.backends.horovod import internal_error
 from hvdtrain.horovod_api.calls import needs_horovod
 from hvdtrain.horovod_api.job import Job
+from hvdtrain.tensorflow.api import mpi_ops
 
 SETTINGS = {"reduce_op": "op", "root_rank": "root", "prescale_factor": "prescale", "postscale_factor": "postscale"}
 """Arguments of `Calls.start` by Horovod's names"""
@@ -187,7 +187,7 @@ def _run(call: Callable[..., Sequence[Any]], inputs: Sequence[Any], specs: Seque
         return list(outputs)
     try:
         results = call(*(np.asarray(tensor) for tensor in inputs))
-    except HorovodInternalError as error:
+    except internal_error() as error:
         raise tf.errors.FailedPreconditionError(None, None, str(error)) from error
     except (ValueError, TypeError) as error:
         raise tf.errors.InvalidArgumentError(None, None, str(error)) from error

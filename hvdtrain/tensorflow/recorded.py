@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from horovod.tensorflow import mpi_ops
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvdtrain.horovod_api import job
 from hvdtrain.strategies.cost import ring_bytes
+from hvdtrain.tensorflow.api import mpi_ops
 from hvdtrain.tensorflow.step import Step, tensor
 
 

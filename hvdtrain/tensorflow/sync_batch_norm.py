@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import horovod.tensorflow as horovod
 import tensorflow as tf
+
+from hvdtrain.tensorflow import api as horovod
 
 
 class SyncBatchNormalization(tf.keras.layers.BatchNormalization):

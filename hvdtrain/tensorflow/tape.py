@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import horovod.tensorflow as horovod
 import tensorflow as tf
 
 from hvdtrain.horovod_api import job
 from hvdtrain.horovod_api.arguments import conflict
 from hvdtrain.strategies import Exchange
 from hvdtrain.strategies.registry import DEFAULT_REDUCER
+from hvdtrain.tensorflow import api as horovod
 from hvdtrain.tensorflow import recorded
 from hvdtrain.tensorflow.step import Step, split_local, tensor
 

@@ -1,24 +1,24 @@
 """Drop-in module for `import horovod.torch as hvd`, with Horovod's names and hvdtrain's strategies.
 
 Horovod's functions are used unchanged. `init` decides whether Horovod or, with HVDTRAIN_STRATEGY, hvdtrain's TCP
-backend carries their calls (see `hvdtrain.horovod_api.job`). docs/reference/horovod-compatibility.md
-lists the names and how each behaves.
+backend carries their calls (see `hvdtrain.horovod_api.job`). Without Horovod, `standalone` has the same functions for
+the TCP backend. docs/reference/horovod-compatibility.md lists the names and how each behaves.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from horovod.torch import *  # noqa: F403
-from horovod.torch import mpi_ops
-
 from hvdtrain.horovod_api import job
 from hvdtrain.horovod_api.record import log as log
+from hvdtrain.torch.api import *  # noqa: F403
+from hvdtrain.torch.api import MISSING as _MISSING
+from hvdtrain.torch.api import mpi_ops
 from hvdtrain.torch.operations import Operations
 from hvdtrain.torch.optimizer import DistributedOptimizer as DistributedOptimizer
 from hvdtrain.torch.optimizer import broadcast_optimizer_state as broadcast_optimizer_state
 
-_FRONT = job.Front("torch", mpi_ops, "mpi_lib", Operations)
+_FRONT = job.Front("torch", mpi_ops, "mpi_lib", Operations, _MISSING)
 init, shutdown, elastic = _FRONT.init, _FRONT.shutdown, job.Elastic()
 
 

@@ -37,38 +37,39 @@ class Operations:
     def _allreduce(
         self, inputs: Any, out: Any, divisor: int, name: Any, op: int, prescale: float, postscale: float, number: int
     ) -> int:
-        return self._start("allreduce", inputs, out, name, number, op=op, prescale=prescale, postscale=postscale)
+        return self.start("allreduce", inputs, out, name, number, op=op, prescale=prescale, postscale=postscale)
 
     def _allgather(self, inputs: Any, out: Any, name: Any, number: int) -> int:
-        return self._start("allgather", inputs, out, name, number)
+        return self.start("allgather", inputs, out, name, number)
 
     def _broadcast(self, inputs: Any, out: Any, root: int, name: Any, number: int) -> int:
-        return self._start("broadcast", inputs, out, name, number, root=root)
+        return self.start("broadcast", inputs, out, name, number, root=root)
 
     def _alltoall(self, inputs: Any, splits: Any, out: Any, received: Any, name: Any, number: int) -> int:
         if splits.numel() and splits.dtype != torch.int32:
             raise ValueError(f"alltoall takes splits as int32, not {splits.dtype}")
-        return self._start("alltoall", inputs, [out, received], name, number, splits=splits.cpu().numpy())
+        return self.start("alltoall", inputs, [out, received], name, number, splits=splits.cpu().numpy())
 
     def _reducescatter(
         self, inputs: Any, out: Any, name: Any, op: int, number: int, prescale: float, postscale: float
     ) -> int:
-        return self._start("reducescatter", inputs, out, name, number, op=op, prescale=prescale, postscale=postscale)
+        return self.start("reducescatter", inputs, out, name, number, op=op, prescale=prescale, postscale=postscale)
 
     def horovod_torch_join(self, *_: Any) -> int:
         raise needs_horovod("hvd.join")
 
     def horovod_torch_barrier(self, number: int) -> int:
-        return self._start("barrier", [], [], "", number)
+        return self.start("barrier", [], [], "", number)
 
-    def _start(self, kind: str, inputs: Any, out: Any, name: Any, number: int, **settings: Any) -> int:
+    def start(self, kind: str, inputs: Any, out: Any, name: Any, number: int | None, **settings: Any) -> int:
+        """Start a call of `calls.Calls` and return its handle."""
         outputs = list(out) if isinstance(out, list | tuple) else [out]
         arrays = [_array(tensor) for tensor in inputs] if isinstance(inputs, list | tuple) else _array(inputs)
         if kind in ("allreduce", "broadcast"):
             results = [_array(tensor) for tensor in outputs]
             settings["out"] = results if isinstance(arrays, list) else results[0]
         if number != 0:  # None for a process set that is not registered
-            if (ranks := self._job.sets.get(number)) is None:
+            if number is None or (ranks := self._job.sets.get(number)) is None:
                 raise RuntimeError(f"process set {number} does not exist; hint: pass it to hvd.init(process_sets=...)")
             settings["ranks"] = ranks
         with _os_error_as_runtime_error():

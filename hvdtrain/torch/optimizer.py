@@ -15,16 +15,16 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import horovod.torch as horovod
 import numpy as np
 import torch
-from horovod.torch import Average, Compression, Sum, global_process_set
 
 from hvdtrain.horovod_api import job
 from hvdtrain.horovod_api.arguments import conflict
 from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies import Exchange, Strategy
 from hvdtrain.strategies.registry import DEFAULT_REDUCER
+from hvdtrain.torch import api as horovod
+from hvdtrain.torch.api import Average, Compression, Sum, global_process_set
 from hvdtrain.torch.recorded import learning_rate, recorded
 from hvdtrain.torch.vectors import Parameters, by_name, has_unknown_gradients, unscale
 

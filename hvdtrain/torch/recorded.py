@@ -7,10 +7,10 @@ import types
 from typing import Any
 
 import torch
-from horovod.torch import mpi_ops
 
 from hvdtrain.horovod_api import job
 from hvdtrain.strategies.cost import ring_bytes
+from hvdtrain.torch.api import mpi_ops
 
 
 def learning_rate(optimizer: Any) -> float | None:

@@ -54,6 +54,7 @@ def train(
     test: Any = None,
     metric: str | Metric | None = None,
     sums: Sums | None = None,
+    stream: bool = False,
     argv: Sequence[str] = (),
     **settings: Any,
 ) -> records.Summary:
@@ -63,7 +64,10 @@ def train(
     Afterwards it holds the trained weights on every rank.
     loss: for PyTorch a function of (outputs, targets) that returns the loss of each sample, or the mean; for Keras the
     `loss` argument of `compile`. Means are weighted by samples over ranks.
-    train, validation, test: see `data.own`. The last two are optional.
+    train, validation, test: see `data.own`. The last two are optional. Each sample is used once per epoch, on any
+    number of ranks. If samples are dicts, a module gets keyword arguments and a Keras model gets a dict. A `DataLoader`
+    sets the batch size if no option does.
+    stream: read a tf.data.Dataset in its own order while training, and not into memory.
     metric: accuracy (default for integer targets), regression (default for others), or a `metrics.Metric`. For a metric
     of another class, `sums` is a function of (outputs, targets) that returns each sample's terms in its sums, by name.
     argv: flags of the built-in workloads, such as sys.argv[1:]. They take precedence over `settings`, which are fields
@@ -93,11 +97,18 @@ def train(
             f"--strategy {DEFAULT_REDUCER}",
             exits.BAD_CONFIG,
         )
-    dataset = own.opened(train, validation, test)
+    dataset = own.opened(train, validation, test, stream=stream)
+    if config.shares is not None and dataset.streamed:
+        message = f"cannot be combined with {dataset.streamed[0]}=, of which each rank reads every n-th sample"
+        raise Failure(f"--shares {message}; hint: give a data set with random access", exits.BAD_CONFIG)
+    if dataset.batch_size and not (config.batch_size or config.global_batch_size):
+        config = dataclasses.replace(config, batch_size=dataset.batch_size)
+    for note in dataset.notes if environment.rank == 0 else ():
+        print(f"hvdtrain: {note}", file=sys.stderr)
     first = np.arange(min(PROBE_SAMPLES, len(dataset.train)))
     batch = dataset.train.batch(first, first, None).arrays
     metric, sums = _metric(metric, sums, batch[-2], adapter)
-    adapted = adapter.Own(model, loss, sums, metric.sums, config)
+    adapted = adapter.Own(model, loss, sums, metric.sums, config, dataset.train.names)
     multiply_adds = adapted.probe(batch)
     job = workload.Workload(
         name=name,

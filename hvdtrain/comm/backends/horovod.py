@@ -14,7 +14,7 @@ import numpy as np
 
 from hvdtrain.comm.backends.base import Communicator, TorchStep
 from hvdtrain.sentinel.auth import KEY_BYTES
-from hvdtrain.system import exits
+from hvdtrain.system import exits, install
 from hvdtrain.system.exits import Failure
 
 
@@ -30,10 +30,9 @@ class HorovodCommunicator(Communicator):
             else:
                 import horovod.tensorflow as hvd
         except ImportError as error:
+            message = f"{error}; Horovod for {framework} is missing in {sys.prefix}; hint: {install.horovod(framework)}"
             raise Failure(
-                f"{error}; Horovod for {framework} is missing in {sys.prefix}; hint: run `make setup "
-                f"FRAMEWORKS={framework}`",
-                exits.UNREACHABLE,
+                f"{message}, or use torchrun with a strategy that needs no Horovod", exits.UNREACHABLE
             ) from error
         if timeline:
             os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"

@@ -3,6 +3,12 @@
 TensorFlow's Keras is Keras 3.
 """
 
-from horovod.tensorflow.keras import *  # noqa: F403
+import contextlib
+
+with contextlib.suppress(ImportError):  # hvdtrain.keras has the same names
+    from horovod.tensorflow.keras import *  # noqa: F403
 
 from hvdtrain.keras import *  # noqa: F403
+from hvdtrain.tensorflow.api import ProcessSet as ProcessSet
+from hvdtrain.tensorflow.api import add_process_set as add_process_set
+from hvdtrain.tensorflow.api import remove_process_set as remove_process_set

@@ -1,0 +1,102 @@
+"""Horovod's optimizer for `standalone`: it exchanges gradients by calls, one for each parameter.
+
+It serves the arguments that strategies do not support: compression=, process_set=, op=, and float64 parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.horovod_api.arithmetic import Op
+from hvdtrain.horovod_api.standalone import Average, global_process_set
+from hvdtrain.torch import standalone
+from hvdtrain.torch.vectors import by_name
+
+
+class Calling(torch.optim.Optimizer):
+    """Base class that makes an optimizer's steps exchange."""
+
+    _named: dict[str, torch.nn.Parameter]
+    _compression: Any
+    _op: Op
+    _factor: float
+    _sparse_as_dense: bool
+    _process_set: Any
+    _should_synchronize = True
+    _synchronized = False
+
+    def synchronize(self) -> None:
+        """Reduce the gradients over all ranks. Collective. A parameter without a gradient counts as zeros."""
+        if not self._process_set.included():
+            return
+        finishing = [(parameter, self._start(name, parameter)) for name, parameter in self._named.items()]
+        for parameter, finish in finishing:
+            parameter.grad = finish()
+        self._synchronized = True
+
+    def _start(self, name: str, parameter: torch.nn.Parameter) -> Any:
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if gradient.is_sparse and not self._sparse_as_dense:
+            return standalone.sparse_allreduce_async(gradient, f"gradient.{name}", self._op, self._process_set)
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        compressed, ctx = self._compression.compress(dense.contiguous())
+        scales: dict[str, Any] = {"prescale_factor": 1 / self._factor, "postscale_factor": self._factor}
+        handle = standalone.allreduce_async(
+            compressed, name=f"gradient.{name}", op=self._op, process_set=self._process_set, **scales
+        )
+
+        def finish() -> Tensor:
+            result: Tensor = self._compression.decompress(standalone.synchronize(handle), ctx)
+            return result if result.stride() == parameter.stride() else torch.empty_like(parameter).copy_(result)
+
+        return finish
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Context in which `step` does not exchange, because `synchronize` was called before."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Any = None) -> Any:
+        """Exchange, then make the wrapped optimizer's step. Collective."""
+        if self._should_synchronize:
+            self.synchronize()
+        self._synchronized = False
+        return super().step(closure)
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Any = standalone.Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Any = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = global_process_set,
+) -> Any:
+    """Return an optimizer of the same class that exchanges. `backward_passes_per_step` and groups have no effect,
+    because the exchange happens in `step`.
+
+    Raises ValueError for names that Horovod rejects, and for a factor without op=Average.
+    """
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor requires op=hvd.Average")
+    named = by_name(optimizer, named_parameters)
+    cls: Any = type(type(optimizer).__name__, (Calling, type(optimizer)), {})
+    new: Any = cls.__new__(cls)
+    new.__dict__.update(optimizer.__dict__)
+    new.__dict__.pop("step", None)  # a scheduler may have wrapped it
+    new._named, new._compression, new._op, new._process_set = named, compression, op, process_set
+    new._factor, new._sparse_as_dense = gradient_predivide_factor, sparse_as_dense
+    return new

@@ -53,9 +53,7 @@ class Format:
 FORMATS = {
     "torch": Format(writer="torch_program.save_program", framework="torch"),
     "safetensors": Format(writer="arrays.save_arrays"),
-    "onnx": Format(
-        writer="torch_program.save_onnx", framework="torch", packages=("onnx", "onnxscript", "onnxruntime")
-    ),
+    "onnx": Format(writer="torch_program.save_onnx", framework="torch", packages=("onnx", "onnxscript", "onnxruntime")),
     "keras": Format(writer="keras_model.save_keras", framework="tensorflow", ending=".keras"),
     "savedmodel": Format(writer="keras_model.save_savedmodel", framework="tensorflow", is_folder=True),
 }
@@ -79,7 +77,9 @@ def main(arguments: list[str]) -> int:
 def parser() -> Parser:
     one = Parser(prog="hvdtrain export", description=__doc__)
     one.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
-    one.add_argument("--to", choices=FORMATS, required=True, help="format; savedmodel is a folder, the others are files")
+    one.add_argument(
+        "--to", choices=FORMATS, required=True, help="format; savedmodel is a folder, the others are files"
+    )
     one.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="file to create; must not exist")
     one.add_argument("--weights", metavar="FILE", help="VGG16 weights, if the file has moved since the run")
     one.add_argument("--json", action="store_true", help="print one JSON document")

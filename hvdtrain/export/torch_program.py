@@ -75,8 +75,10 @@ class Readings(nn.Module):
     def __init__(self, source: Source) -> None:
         super().__init__()
         window = isinstance(source.spec, mlp.MLPSpec)
-        options = {"loss": "forecast_error"} if window else {}
-        self.network = _network("mlp.MLP" if window else "solar.CNN", source, **options)
+        if window:
+            self.network = _network("mlp.MLP", source, loss="forecast_error")
+        else:
+            self.network = _network("solar.CNN", source)
         about = source.preprocessing
         self._mean, self._deviation, self._look = about["mean"], about["deviation"], about["look"]
         if self._look == "map":
@@ -168,7 +170,8 @@ def save_onnx(source: Source, path: Path) -> None:
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        written = torch.onnx.export(_program(made, source), dynamo=True, verbose=False, **names)
+        program = _program(made, source)
+        written = torch.onnx.export(program, dynamo=True, verbose=False, dynamic_shapes=({0: "batch"},), **names)
     for node in written.model.graph.all_nodes():
         node.metadata_props.clear()  # the lines of source code that each node comes from
     written.model.metadata_props["hvdtrain"] = json.dumps(source.about())
@@ -190,6 +193,7 @@ def _program(made: nn.Module, source: Source) -> torch.export.ExportedProgram:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.export.export(made, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
-    for node in program.graph.nodes:
-        node.meta.pop("stack_trace", None)  # paths on this machine
+    for part in program.graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)  # paths on this machine
     return program

@@ -149,8 +149,11 @@ def model(source: Source) -> nn.Module:
 
 def save_program(source: Source, path: Path) -> None:
     """Writes a .pt2 archive for torch.export.load. Raises OSError."""
-    buffer = io.BytesIO()  # PyTorch's own writer reports a full disk without its reason
-    torch.export.save(_program(model(source), source), buffer, extra_files={DOCUMENT: json.dumps(source.about())})
+    program, buffer = _program(model(source), source), io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about kernels in channels-last layout, which are saved whole
+        # To memory, because PyTorch's own writer reports a full disk without its reason.
+        torch.export.save(program, buffer, extra_files={DOCUMENT: json.dumps(source.about())})
     path.write_bytes(buffer.getbuffer())
 
 

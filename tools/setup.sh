@@ -179,7 +179,7 @@ install() {
         pip uninstall --yes torch
     fi
     [[ $mpi == none ]] || extras+=,horovod
-    [[ $extent == demo ]] || extras+=,captions,dev,results,tensorboard
+    [[ $extent == demo ]] || extras+=,captions,dev,export,results,tensorboard
     pip install --constraint tools/constraints.txt --no-build-isolation --editable ".${extras:+[${extras#,}]}" "${packages[@]}"
     # For the readings in it alone (docs/workloads/solar.md): of what it imports nothing is needed.
     [[ $extent == demo ]] || pip install --constraint tools/constraints.txt --no-deps pvanalytics

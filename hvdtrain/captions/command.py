@@ -15,9 +15,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import stat
-import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +25,9 @@ from hvdtrain import frameworks
 from hvdtrain.captions import generation
 from hvdtrain.captions.dataset import CaptionSplit
 from hvdtrain.captions.prepared import load
-from hvdtrain.captions.sources import IMAGES
 from hvdtrain.captions.trained import Encode, Pixels, model, open_run
 from hvdtrain.captions.vocabulary import Vocabulary
-from hvdtrain.data.pixels import pixels, reason
+from hvdtrain.data import image_files
 from hvdtrain.observe.progress import Progress
 from hvdtrain.system import exits
 from hvdtrain.system.arguments import Parser
@@ -59,18 +55,19 @@ def main(arguments: list[str]) -> int:
         parser().error("give either images and folders, or --split train, validation or test")
     trained = open_run(options.run)
     framework = frameworks.resolve(options.framework)
-    problems: list[dict[str, str]] = []
+    problems: image_files.Problems = []
+    images: Iterator[tuple[Pixels, Captioned]]
     if options.split:
         split: CaptionSplit = getattr(load(trained.config["data"]), options.split)
         count = min(options.limit, len(split.names))
         images = from_split(split, count)
     else:
-        files = list_files(options.images, problems)
-        images, count = open_files(files, trained.shape, problems), len(files)
+        files = image_files.list_files(options.images, problems)
+        read = image_files.read_files(files, trained.shape, problems)
+        images, count = ((image, Captioned(image=path)) for image, path in read), len(files)
     writer, encode = model(trained, framework, options.weights)
     captions = write_captions(images, count, writer, encode, trained.vocabulary, options.beam)
-    for problem in problems:
-        print(f"hvdtrain: {printable(problem['image'])}: {problem['problem']}", file=sys.stderr)
+    image_files.report(problems)
     if options.json:
         document = {"schema": SCHEMA, "run": str(options.run), "framework": framework, "beam": options.beam}
         print(json.dumps({**document, "captions": list(map(dataclasses.asdict, captions)), "problems": problems}))
@@ -106,41 +103,6 @@ def from_split(split: CaptionSplit, count: int) -> Iterator[tuple[Pixels, Captio
     """The first `count` images of a split, as the model's input, with their names and references."""
     for number in range(count):
         yield split.inputs[number], Captioned(image=split.names[number], references=split.references[number])
-
-
-def list_files(paths: Sequence[Path], problems: list[dict[str, str]]) -> list[Path]:
-    """The image files at these paths; a folder is replaced by the images in it, ordered by name."""
-    files: list[Path] = []
-    for path in paths:
-        if not path.is_dir():
-            files.append(path)
-            continue
-        try:
-            inside = sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGES and file.is_file())
-        except OSError as error:
-            problems.append({"image": str(path), "problem": error.strerror or str(error)})
-            continue
-        if not inside:
-            problems.append({"image": str(path), "problem": f"no images in this folder ({', '.join(IMAGES)})"})
-        files += inside
-    return files
-
-
-def open_files(
-    files: Sequence[Path], shape: tuple[int, int, int], problems: list[dict[str, str]]
-) -> Iterator[tuple[Pixels, Captioned]]:
-    """Yields the readable images like `from_split`, and adds the others to `problems`."""
-    for path in files:
-        try:
-            if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe may never end
-                raise ValueError("not a plain file")
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Pillow warns about metadata, and about bombs, which `pixels` rejects
-                image = pixels(str(path), shape)
-        except Exception as error:  # Pillow raises almost any exception for a damaged file
-            problems.append({"image": str(path), "problem": reason(error, str(path))})
-            continue
-        yield image, Captioned(image=str(path))
 
 
 def write_captions(

@@ -32,6 +32,7 @@ from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.data.pixels import npy_header
 from hvdtrain.data.prepared import cache_folder, caching
 from hvdtrain.models import network, vgg16, vgg16_weights
+from hvdtrain.models.layers import Arrays
 from hvdtrain.models.vgg16 import FEATURES
 from hvdtrain.observe.progress import Progress
 from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, IO_ERROR, Failure
@@ -66,11 +67,16 @@ def digest(weights: str, image_size: tuple[int, int]) -> str:
 
 def encoder(weights: str, framework: str, device: str = "cpu") -> Encoder:
     """Features (n, 4096) float32 of images (n, 224, 224, 3) uint8. Raises Failure (65) for a damaged file."""
-    if weights == RANDOM:
-        arrays, preprocessing = vgg16.random_weights(0), "torchvision"
-    else:
-        arrays, preprocessing, _ = vgg16_weights.open_weights(weights)
+    arrays, preprocessing = encoder_arrays(weights)
     return cast(Encoder, network("vgg16.Vgg16", framework, arrays, preprocessing, device))
+
+
+def encoder_arrays(weights: str) -> tuple[Arrays, str]:
+    """The network's arrays and the name of their preprocessing. Raises Failure (65) for a damaged file."""
+    if weights == RANDOM:
+        return vgg16.random_weights(0), "torchvision"
+    arrays, preprocessing, _ = vgg16_weights.open_weights(weights)
+    return arrays, preprocessing
 
 
 # --- 2. all steps -----------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.captions.vocabulary import clean
+from hvdtrain.data.image_files import SUFFIXES
 from hvdtrain.data.prepared import CONTROL
 from hvdtrain.data.tree import walk
 from hvdtrain.system import files
@@ -33,7 +34,6 @@ TOKENS, TABLE = "Flickr8k.token.txt", "captions.txt"
 LISTS = ("Flickr_8k.trainImages.txt", "Flickr_8k.devImages.txt", "Flickr_8k.testImages.txt")  # order of PARTS
 KARPATHY = {"train": 0, "restval": 0, "val": 1, "test": 2}
 SOURCE_BYTES = 1024 * files.MIB  # forty times the size of COCO's captions
-IMAGES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".webp")
 
 
 @dataclass(kw_only=True)
@@ -93,7 +93,7 @@ class _Reader:
     def read(self) -> Source:
         for path, status, reason in walk(self.root, self.root):
             self.files.setdefault(Path(path).name, []).append(path)
-            if path.lower().endswith(IMAGES):
+            if path.lower().endswith(SUFFIXES):
                 self.digest.update(os.fsencode(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0"))
                 if reason := reason or ("a control character in its name" if CONTROL.search(path) else ""):
                     self.refused[path] = reason
@@ -139,7 +139,7 @@ class _Reader:
                 cut[image] = KARPATHY.get(line.part, -1)
         for paths in self.files.values():
             for path in paths:
-                if path.lower().endswith(IMAGES) and path not in named:
+                if path.lower().endswith(SUFFIXES) and path not in named:
                     source.problems[path] = "an image without a caption"
         return cut
 
@@ -154,7 +154,7 @@ class _Reader:
             paths = [path for path in paths if f"/{path}".endswith(f"/{name}")]
         if len(paths) > 1:
             return name, f"two images have the name {name!r}: {paths[0]} and {paths[1]}"
-        if not paths or not paths[0].lower().endswith(IMAGES):
+        if not paths or not paths[0].lower().endswith(SUFFIXES):
             return name, f"there is no image {name!r}"
         return paths[0], self.refused.get(paths[0], "")
 

@@ -60,10 +60,7 @@ def open_run(folder: Path) -> Trained:
         raise files.refused(words, error, exits.BAD_DATA, "the run folder is incomplete") from None
     except ValueError as error:
         raise Failure(f"{words} is not JSON ({error})", exits.BAD_DATA) from None
-    shapes = {name: array.shape for name, array in parameters.items()}
-    if shapes != captioner.parameters(spec) or len(vocabulary) != spec.vocabulary:
-        message = "manifest, vocabulary and checkpoint do not belong to the same model"
-        raise Failure(f"{folder}: {message}", exits.BAD_DATA)
+    trained.check_shapes(folder, parameters, captioner.parameters(spec), len(vocabulary) == spec.vocabulary)
     return Trained(
         config=manifest.config,
         spec=spec,
@@ -82,13 +79,19 @@ def model(run: Trained, framework: str, weights: str | None) -> tuple[generation
     return writer, (vgg16(run, framework, weights) if run.spec.encoder == "vgg16" else lambda images: images)
 
 
-def vgg16(run: Trained, framework: str, weights: str | None) -> Encode:
-    """The frozen encoder that the model was trained with. Raises Failure (65) for other weights."""
-    path = weights or run.config["weights"]
+def encoder_weights(run: Trained, weights: str | None) -> str:
+    """The file with the frozen encoder's weights: `weights`, or the file that the run used. Raises Failure (65) for
+    other weights."""
+    path = str(weights or run.config["weights"])
     if features.digest(path, run.spec.image_size) != run.encoder:
         message = f"{path} does not contain the weights that the run was trained with"
         raise Failure(f"{message}; hint: give their file with --weights", exits.BAD_DATA)
-    encoder = features.encoder(path, framework)
+    return path
+
+
+def vgg16(run: Trained, framework: str, weights: str | None) -> Encode:
+    """The frozen encoder that the model was trained with. Raises Failure (65) for other weights."""
+    encoder = features.encoder(encoder_weights(run, weights), framework)
 
     def encode(images: Pixels) -> NDArray[Any]:
         parts = range(0, len(images), FEATURES_BATCH)

@@ -39,6 +39,13 @@ def pixels(path: str, shape: tuple[int, int, int]) -> NDArray[np.uint8]:
     return np.asarray(small).reshape(shape)
 
 
+def scaled(images: NDArray[np.uint8], dtype: str) -> NDArray[np.float32]:
+    """Images as a model sees them, float32 in 0..1, if its data set stored pixels as this type."""
+    if dtype == "uint8":  # scaled batch by batch
+        return images * np.float32(1 / 255)
+    return (images / 255).astype(dtype).astype(np.float32)
+
+
 def _eight_bit(image: Image.Image, mode: str) -> Image.Image:
     if image.mode.startswith("I;16"):
         # Pillow's own conversion clips at 255.

@@ -267,6 +267,8 @@ def windows(series: Series, *, look: Look, window: int, ahead: int, station: str
         shape=views.shape[1:] if weights is None else (SIDE, SIDE),
         about={
             **({} if look == "window" else {"image_shape": (SIDE, SIDE, 1)}),
+            **({} if look != "map" else {"stations": series.stations, "places": series.places}),
+            "look": look,
             "station": chosen,
             "unit": "W/m2",
             "step_s": series.step_s,

@@ -45,21 +45,29 @@ class CaptionerTorch(Named):
         """The encoded images (N, hidden) float32, without dropout; inputs as in `forward`."""
         if self.spec.encoder == "none":
             return np.zeros((len(inputs), self.spec.hidden), np.float32)
-        x = tokens = self._tensor(inputs)
+        return cast(np.ndarray, self.encoded(self._tensor(inputs)).cpu().numpy())
+
+    def encoded(self, inputs: Tensor) -> Tensor:
+        """The encoded images (N, hidden) float32, without dropout; inputs as in `forward`."""
+        x = inputs
         for layer in self._layers[:-2]:
-            x = layer(x, tokens, None)
-        return cast(np.ndarray, x.float().cpu().numpy())
+            x = layer(x, inputs, None)
+        return x.float()
 
     @torch.inference_mode()
     def step(
         self, encoded: np.ndarray, words: np.ndarray, hidden: np.ndarray, cell: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Advances captions by one word, without dropout: see `hvdtrain.captions.generation.Writer`."""
-        image, last, h, c = (self._tensor(array) for array in (encoded, words, hidden, cell))
-        embedded = F.embedding(last, self._array("embedding.weight"))
-        h, c = torch.lstm_cell(embedded, (h, c), *self._lstm_arrays())
-        log_probabilities = F.log_softmax(self._logits(h + image), dim=1)
-        return log_probabilities.cpu().numpy(), h.cpu().numpy(), c.cpu().numpy()
+        logits, h, c = self.advanced(*(self._tensor(array) for array in (encoded, words, hidden, cell)))
+        return F.log_softmax(logits, dim=1).cpu().numpy(), h.cpu().numpy(), c.cpu().numpy()
+
+    def advanced(self, image: Tensor, words: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits (N, vocabulary) of the word after `words` (N,), and the LSTM's new hidden and cell state (N, hidden);
+        `image` (N, hidden) is the encoded image."""
+        embedded = F.embedding(words, self._array("embedding.weight"))
+        hidden, cell = torch.lstm_cell(embedded, (hidden, cell), *self._lstm_arrays())
+        return self._logits(hidden + image), hidden, cell
 
     # The layers. Each takes the output of the layer before, the tokens, and the key if dropout is on.
 

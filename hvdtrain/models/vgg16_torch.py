@@ -33,9 +33,10 @@ class Vgg16Torch:
     def __call__(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Features (n, 4096) float32 of images (n, 224, 224, 3) uint8, RGB."""
         with torch.inference_mode(), torch.autocast(torch.device(self.device).type, enabled=False):
-            return self._features(torch.tensor(images, device=self.device)).cpu().numpy()
+            return self.features(torch.tensor(images, device=self.device)).cpu().numpy()
 
-    def _features(self, images: Tensor) -> Tensor:
+    def features(self, images: Tensor) -> Tensor:
+        """Features (n, 4096) float32 of images (n, 224, 224, 3) uint8, RGB, on the network's device."""
         x = images.flip(3) if self._reverse else images
         x = x.to(torch.float32).mul_(self._scale).add_(self._shift)
         x = x.permute(0, 3, 1, 2)  # a view in PyTorch's channels-last format

@@ -36,7 +36,7 @@ class Writer:
             if size and os.pread(self._file, 1, size - 1) != b"\n":
                 os.write(self._file, b"\n")
         except OSError as error:
-            raise files.unwritable(path, error, "hint: choose another --run-dir") from error
+            raise files.unwritable(path, error, "choose another --run-dir") from error
         self._path = path
 
     def write(self, record: Record) -> None:
@@ -135,9 +135,9 @@ def open_plain(path: Path) -> IO[bytes]:
         return files.open_plain(path)
     except OSError as error:
         code = exits.BAD_DATA if error.errno == errno.EINVAL else exits.IO_ERROR
-        raise files.refused(path, error, code, "hint: check the path, or ask its owner for access") from error
+        raise files.refused(path, error, code, "check the path, or ask its owner for access") from error
 
 
 def write_document(path: Path, value: dict[str, Any]) -> None:
     """Writes a JSON file atomically. Raises Failure (73, 74)."""
-    files.put(path, (json.dumps(value, indent=2) + "\n").encode(), "hint: choose another --run-dir")
+    files.put(path, (json.dumps(value, indent=2) + "\n").encode(), "choose another --run-dir")

@@ -48,24 +48,32 @@ Predictions = Iterator[tuple[Block, NDArray[np.float64]]]
 def main(arguments: list[str]) -> int:
     """Runs the command and returns its exit code. Raises Failure if the run or the file is unusable."""
     options = parser().parse_args(arguments)
-    manifest, parameters = trained.opened(options.run, TRAINED_BY)
-    spec = trained.spec(options.run, manifest, mlp.MLPSpec)
-    path = options.run / tabular.COLUMNS_FILE
+    spec, columns, parameters = open_run(options.run)
+    has_classes = options.command == "test"
+    form = check_columns(options.data, columns, needs_classes=has_classes)
+    model = network(frameworks.resolve(options.framework), spec, parameters)
+    predictions = predicted(options.data, form, columns, model, with_classes=has_classes)
+    return (test if has_classes else predict)(options, columns, predictions)
+
+
+def open_run(folder: Path) -> tuple[mlp.MLPSpec, Columns, Arrays]:
+    """The model's sizes, its columns and its parameters in a run folder. Raises Failure (65, 74, 77)."""
+    manifest, parameters = trained.opened(folder, TRAINED_BY)
+    spec = trained.spec(folder, manifest, mlp.MLPSpec)
+    path = folder / tabular.COLUMNS_FILE
     try:
         columns = Columns.from_json(files.from_json(files.read(path, tabular.INDEX_BYTES)))
     except OSError as error:
         raise files.refused(path, error, exits.BAD_DATA, "the run folder is incomplete") from None
     except ValueError as error:
         raise Failure(f"{path} does not describe columns ({error})", exits.BAD_DATA) from None
-    shapes = {name: array.shape for name, array in parameters.items()}
-    if shapes != mlp.parameters(spec) or (spec.inputs, spec.outputs) != (len(columns.mean), len(columns.classes)):
-        message = f"manifest, {tabular.COLUMNS_FILE} and checkpoint do not belong to the same model"
-        raise Failure(f"{options.run}: {message}", exits.BAD_DATA)
-    has_classes = options.command == "test"
-    form = check_columns(options.data, columns, needs_classes=has_classes)
-    model = network(frameworks.resolve(options.framework), spec, parameters)
-    predictions = predicted(options.data, form, columns, model, with_classes=has_classes)
-    return (test if has_classes else predict)(options, columns, predictions)
+    trained.check_shapes(
+        folder,
+        parameters,
+        mlp.parameters(spec),
+        (spec.inputs, spec.outputs) == (len(columns.mean), len(columns.classes)),
+    )
+    return spec, columns, parameters
 
 
 def parser() -> Parser:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hvdtrain import records
 from hvdtrain.comm.launch_env import launch_env
+from hvdtrain.records import arrays_file
 from hvdtrain.records.arrays_file import Arrays
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -15,20 +19,36 @@ from hvdtrain.training import checkpoint_files, threads
 from hvdtrain.training.framework import prepare
 
 
-def opened(folder: Path, workload: str) -> tuple[records.Manifest, Arrays]:
-    """The manifest and the best checkpoint's parameters of a run folder. Raises Failure (65, 74, 77) if it is not the
-    folder of a run of this workload."""
-    if not folder.is_dir():
-        raise Failure(f"--run {folder} does not exist; hint: give a folder made by hvdtrain.{workload}", exits.BAD_DATA)
-    path = folder / "manifest.json"
-    manifest = records.read_document(path, records.Manifest)
+def opened(folder: Path, workload: str, *, statistics: bool = False) -> tuple[records.Manifest, Arrays]:
+    """The manifest of a run folder, and the arrays of its best checkpoint: see `best_arrays`.
+
+    Raises Failure (65, 74, 77) if it is not the folder of a run of this workload.
+    """
+    manifest = read_manifest(folder)
     if manifest.workload != workload:
+        path = folder / "manifest.json"
         raise Failure(f"{path} is not the manifest of a run of hvdtrain.{workload}", exits.BAD_DATA)
-    return manifest, best_parameters(folder / "checkpoints")
+    return manifest, best_arrays(folder / "checkpoints", statistics=statistics)
 
 
-def best_parameters(folder: Path) -> Arrays:
+def read_manifest(folder: Path) -> records.Manifest:
+    """The manifest of a run folder of any workload. Raises Failure (65, 74, 77) if the folder is not that of a run."""
+    if not folder.is_dir():
+        raise Failure(f"{folder} does not exist; hint: give the folder of a run", exits.BAD_DATA)
+    return records.read_document(folder / "manifest.json", records.Manifest)
+
+
+def data_fact(folder: Path, manifest: records.Manifest, name: str) -> Any:
+    """A fact about the data that the run has recorded. Raises Failure (65) if an earlier version made the run."""
+    if name not in manifest.data:
+        message = f"{folder / 'manifest.json'}: no {name} in its data, because an earlier version made the run"
+        raise Failure(f"{message}; hint: train the model again", exits.BAD_DATA)
+    return manifest.data[name]
+
+
+def best_arrays(folder: Path, *, statistics: bool) -> Arrays:
     """The parameters, by name, of the best checkpoint in a `checkpoints` folder, or of the newest if none is the best.
+    With `statistics` also the running statistics, as evaluation uses them.
 
     One process reads them, whatever number of ranks saved them. Raises Failure (65) if no checkpoint is valid.
     """
@@ -42,12 +62,33 @@ def best_parameters(folder: Path) -> Arrays:
             reasons.append(f"{path.name}: {checkpoint_files.reason(error)}")
     for _, path, manifest in sorted(candidates, key=lambda candidate: candidate[0]):
         try:
-            arrays, prefix = checkpoint_files.common(path, manifest), "parameter."
-            return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+            arrays = _of_kind("parameter.", checkpoint_files.common(path, manifest))
+            return arrays | (_statistics(path, manifest) if statistics else {})
         except (ValueError, OSError, KeyError) as error:
             reasons.append(f"{path.name}: {checkpoint_files.reason(error)}")
     why = f": {'; '.join(reasons)}" if reasons else ", or the run saved none (--checkpoint-epochs 0)"
     raise Failure(f"{folder} contains no valid checkpoint{why}", exits.BAD_DATA)
+
+
+def _of_kind(prefix: str, arrays: Arrays) -> Arrays:
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def _statistics(path: Path, manifest: dict[str, Any]) -> Arrays:
+    """The mean of the ranks' running statistics in a checkpoint. Raises ValueError or OSError."""
+    owned = sorted(name for name in manifest["files"] if not checkpoint_files.COMMON.fullmatch(name))
+    here = [name for name in owned if (path / name).exists()]
+    if manifest["progress"].get("consumed") == 0:
+        # Saved after an evaluation, which gave all ranks of a stage the same statistics. One file of each is enough.
+        stages = dict(zip(owned, manifest.get("stages") or [0] * len(owned), strict=False))
+        here = list({stages[name]: name for name in reversed(here)}.values())
+    elif missing := sorted({*owned} - {*here}):
+        raise ValueError(f"{missing[0]} is on another host: only a folder that all hosts share has all statistics")
+    kept: dict[str, list[Any]] = {}
+    for name in here:
+        for array_name, array in _of_kind("buffer.", arrays_file.read(path / name, manifest["files"][name])).items():
+            kept.setdefault(array_name, []).append(array)
+    return {name: np.mean(arrays, axis=0, dtype=arrays[0].dtype) for name, arrays in kept.items()}
 
 
 def spec(folder: Path, manifest: records.Manifest, cls: type) -> Any:
@@ -59,6 +100,13 @@ def spec(folder: Path, manifest: records.Manifest, cls: type) -> Any:
         raise Failure(f"{folder / 'manifest.json'}: {message}", exits.BAD_DATA) from None
 
 
+def check_shapes(folder: Path, arrays: Arrays, shapes: Mapping[str, tuple[int, ...]], fits: bool = True) -> None:
+    """Raises Failure (65) if the arrays do not have these names and shapes, or another document does not fit them."""
+    if {name: array.shape for name, array in arrays.items()} != shapes or not fits:
+        message = "the documents of the run and its checkpoint do not belong to the same model"
+        raise Failure(f"{folder}: {message}; hint: copy the whole run folder again", exits.BAD_DATA)
+
+
 def begin(framework: str) -> None:
     """Imports the framework, with the number of threads that this host allows."""
     used = threads.per_rank(0, launch_env(), math.inf)
@@ -66,12 +114,14 @@ def begin(framework: str) -> None:
 
 
 def fill(model: Any, parameters: Arrays, framework: str) -> None:
-    """Copies trained parameters into the model."""
+    """Copies trained parameters and running statistics into the model."""
     if framework == "torch":
+        state = model.state_dict()
         for name, array in parameters.items():
-            model.get_parameter(name).detach().numpy()[...] = array  # writes into the parameter's memory
+            state[name].numpy()[...] = array  # writes into the model's memory
     else:
         from hvdtrain.models.layers_tf import to_tensorflow
 
+        state = {**model.weights, **getattr(model, "buffers", {})}
         for name, array in parameters.items():
-            model.weights[name].assign(to_tensorflow(array))
+            state[name].assign(to_tensorflow(array))

@@ -1,0 +1,136 @@
+"""Write a trained model as a file that other programs load without hvdtrain.
+
+examples:
+  hvdtrain export results/RUN --to torch -o model.pt2
+  hvdtrain export results/RUN --to onnx -o model.onnx
+  hvdtrain export results/RUN --to keras -o model.keras --json
+
+The run's best checkpoint is used, and each format is available regardless of the framework that trained the run. The
+model takes raw inputs: its first operation is the preprocessing of the training. A safetensors file contains only
+arrays; its metadata say how to preprocess. The output must not exist yet, and a failed export leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import frameworks
+from hvdtrain.export.source import Source, open_run
+from hvdtrain.system import exits, files
+from hvdtrain.system.arguments import Parser
+from hvdtrain.system.exits import Failure, printable
+from hvdtrain.training import summary, trained
+
+SCHEMA = "hvdtrain/export/1"
+KEPT_KEYS = ("workload", "input", "outputs", "preprocessing", "classes")
+"""Parts of a model's document that --json prints"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A file format and its writer."""
+
+    writer: str
+    """Module and function, which takes a `Source` and a path"""
+    framework: Any = None
+    """Framework that the writer needs"""
+    packages: tuple[str, ...] = ()
+    """Other packages that the writer needs, of the extra `export`"""
+    ending: str = ""
+    """Ending that the library requires of the file's name"""
+    is_folder: bool = False
+
+
+FORMATS = {
+    "torch": Format(writer="torch_program.save_program", framework="torch"),
+    "safetensors": Format(writer="arrays.save_arrays"),
+    "onnx": Format(writer="torch_program.save_onnx", framework="torch", packages=("onnx", "onnxscript", "onnxruntime")),
+    "keras": Format(writer="keras_model.save_keras", framework="tensorflow", ending=".keras"),
+    "savedmodel": Format(writer="keras_model.save_savedmodel", framework="tensorflow", is_folder=True),
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command and returns its exit code. Raises Failure: 2, 65, 69, 73, 74, 77, 78."""
+    options = parser().parse_args(arguments)
+    chosen, out = FORMATS[options.to], options.out
+    check(options.to, out)
+    source = open_run(options.run, options.weights)
+    with unfinished(out, is_folder=chosen.is_folder) as part:
+        if chosen.framework:
+            trained.begin(chosen.framework)
+        module, function = chosen.writer.split(".")
+        getattr(importlib.import_module(f"hvdtrain.export.{module}"), function)(source, part)
+    show(source, options)
+    return exits.OK
+
+
+def parser() -> Parser:
+    one = Parser(prog="hvdtrain export", description=__doc__)
+    one.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    one.add_argument(
+        "--to", choices=FORMATS, required=True, help="format; savedmodel is a folder, the others are files"
+    )
+    one.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="file to create; must not exist")
+    one.add_argument("--weights", metavar="FILE", help="VGG16 weights, if the file has moved since the run")
+    one.add_argument("--json", action="store_true", help="print one JSON document")
+    return one
+
+
+def check(name: str, out: Path) -> None:
+    """Raises Failure if this format cannot be written here: 2 for the file's name, 69 for a missing package, 73 if the
+    file exists, 78 for a missing framework."""
+    chosen = FORMATS[name]
+    if not out.name.endswith(chosen.ending):
+        raise Failure(f"-o {out}: Keras requires a name that ends with {chosen.ending}", exits.USAGE)
+    if os.path.lexists(out):
+        raise Failure(f"{out} exists; hint: remove it, or choose another file", exits.CANNOT_WRITE)
+    if chosen.framework:
+        frameworks.resolve(chosen.framework)
+    for package in chosen.packages:
+        if importlib.util.find_spec(package) is None:
+            message = f"--to {name} needs the package {package}"
+            raise Failure(f"{message}; hint: pip install 'hvdtrain[export]'", exits.UNREACHABLE)
+
+
+@contextlib.contextmanager
+def unfinished(out: Path, *, is_folder: bool) -> Iterator[Path]:
+    """A path next to `out`, which gets its name at the end of the block. Raises Failure (73, 74)."""
+    part = out.with_name(f".unfinished-{os.getpid()}-{out.name}")
+    try:
+        part.mkdir() if is_folder else part.touch(exist_ok=False)
+        yield part
+        if not is_folder:
+            files.sync(part)
+        part.rename(out)
+    except OSError as error:
+        raise files.unwritable(out, error, "give a new file in a folder that is writable") from None
+    finally:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(part) if is_folder else part.unlink()
+
+
+def show(source: Source, options: Any) -> None:
+    """Prints what was written: a line for people, or a JSON document."""
+    out = options.out
+    size = sum(file.stat().st_size for file in (out.rglob("*") if out.is_dir() else [out]) if file.is_file())
+    about = source.about(complete=options.to != "safetensors")
+    if options.json:
+        kept = {name: about[name] for name in KEPT_KEYS if name in about}
+        document = {"schema": SCHEMA, "run": str(options.run), "file": str(out), "format": options.to, "bytes": size}
+        summary.emit(json.dumps({**document, **kept}))
+        return
+    tensors = [f"{each.name} {each.dtype} (batch, {', '.join(map(str, each.shape))})" for each in source.outputs]
+    classes = f", {len(about['classes'])} classes" if "classes" in about else ""
+    shape = ", ".join(map(str, source.input.shape))
+    described = f"{source.input.name} {source.input.dtype} (batch, {shape}) -> {' and '.join(tensors)}"
+    summary.emit(f"{printable(str(out))}: {source.workload} as {options.to}, {described}{classes}, {size / 1e6:.2f} MB")

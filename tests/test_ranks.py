@@ -119,7 +119,7 @@ def test_the_innermost_launcher_counts(environment: dict[str, str], launcher: st
 @pytest.mark.parametrize(
     ("environment", "prints", "hint"),
     [
-        (PMI, True, "by PMI, as MPICH's mpiexec does, not 2 ranks; hint: use Open MPI's mpirun"),
+        (PMI, True, "by PMI, as srun --mpi=pmi2 does, not 2 ranks; hint: use mpirun"),
         (PMI | {"PMI_RANK": "1"}, False, "by PMI"),
         (BY_HAND, False, "with WORLD_SIZE and RANK, not 2 ranks; hint: use torchrun"),
         (PMI | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, True, "add --mpi=pmix"),

@@ -313,6 +313,10 @@ def start(launcher: str, arguments: list[str], environment: Mapping[str, str]) -
 
 def main(arguments: list[str]) -> int:
     """Run `mpirun` or `horovodrun`, followed by options and the ranks' command. Returns the job's exit code."""
+    if not arguments or arguments[0] not in ("mpirun", "horovodrun"):
+        wants_help = arguments in (["--help"], ["-h"])
+        print(f"{__doc__}\nSee `hvdtrain launch mpirun --help`.", file=sys.stdout if wants_help else sys.stderr)
+        return exits.OK if wants_help else exits.USAGE
     return start(arguments[0], arguments[1:], os.environ)
 
 

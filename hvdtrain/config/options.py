@@ -74,6 +74,13 @@ class Optimization:
     """Precision of forward and backward
 
     Parameters stay fp32. fp16 uses dynamic loss scaling."""
+    ema: float = bounded(0.0, least=0, below=1)
+    """Decay of the averaged weights to evaluate; 0: none
+
+    After each step an exponential moving average of the weights moves towards the weights. It is evaluated, saved
+    alongside the weights and used for predictions. In step t the decay is at most (1 + t) / (10 + t), as in TensorFlow,
+    so that early weights are forgotten. With local SGD the average follows the weights that all ranks share. BatchNorm
+    uses the running statistics of training; --precise-bn computes those of the averaged weights."""
     seed: int = bounded(0, least=0)
     """Seed of initial weights and data order"""
     target: str | None = None
@@ -224,7 +231,17 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
 
     GROUP: ClassVar[str] = "model"
     RARE: ClassVar[tuple[str, ...]] = (
-        *("epoch_samples", "stages", "micro_batches", "cut_at", "stage_across", "stage_order", "activations"),
+        *(
+            "epoch_samples",
+            "ema",
+            "threads",
+            "stages",
+            "micro_batches",
+            "cut_at",
+            "stage_across",
+            "stage_order",
+            "activations",
+        ),
         *("stall_limit", "check_replicas", "checkpoint_steps", "keep_checkpoints", "evaluate_samples", "monitor_ms"),
         *("monitor_idle_s", "profile", "horovod_timeline", "inference", "tensorboard", "debug"),
     )

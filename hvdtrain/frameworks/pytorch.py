@@ -16,7 +16,7 @@ from hvdtrain.comm.backends.base import Communicator, TorchStep
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.frameworks import Profiler, statistics_of
-from hvdtrain.frameworks.flat_torch import Flat
+from hvdtrain.frameworks.flat_torch import Average, Flat
 from hvdtrain.records.metrics import Metric
 from hvdtrain.strategies import Strategy
 from hvdtrain.system import exits
@@ -131,6 +131,11 @@ class TorchReplica:
             self._flat = Flat([each for _, each in trained], metric.size + 1, self._device)
             if self.one_backward and (buckets := strategy.buckets()):
                 self._hooks = GradientHooks(strategy, buckets, self._flat, trained)
+        self._average, self._averages = None, dict[str, torch.Tensor]()
+        if config.ema:
+            self._average = Average([self._flat.weights] if self._flat else [each for _, each in trained])
+            arrays = self._flat.split(self._average.arrays[0]) if self._flat else self._average.arrays
+            self._averages = dict(zip([name for name, _ in trained], arrays, strict=True))
         self._optimizer: torch.optim.Optimizer = self._step.optimizer
         # PyTorch's first scale, divided by the loss factor so that backward sees the same scale in every strategy.
         first_scale = 2.0**16 / self._step.loss_factor
@@ -212,6 +217,7 @@ class TorchReplica:
         for name, parameter in self._parameters.items():
             slots = self._optimizer.state.get(parameter, {})
             arrays |= {f"{slot}.{name}": slots[key].cpu().numpy() for slot, key in SLOTS.items() if key in slots}
+        arrays |= {f"average.{name}": each.cpu().numpy() for name, each in self._averages.items()}
         if self._scaler.is_enabled():
             scaler = self._scaler.state_dict()
             arrays["loss_scale"] = np.array([scaler["scale"], scaler["_growth_tracker"]], dtype=np.float64)
@@ -224,6 +230,11 @@ class TorchReplica:
             for slot, key in SLOTS.items():
                 if (array := state.get(f"{slot}.{name}")) is not None:
                     self._optimizer.state[parameter][key] = torch.from_numpy(array.copy()).to(self._device)
+        if self._average is not None:
+            self._average.restart()
+            for name, average in self._averages.items():
+                if (array := state.get(f"average.{name}")) is not None:
+                    average.copy_(torch.from_numpy(array))
         if "loss_scale" in state:
             scale, steps = state["loss_scale"]
             self._scaler.load_state_dict(
@@ -238,6 +249,14 @@ class TorchReplica:
         for name, buffer in self._model.named_buffers():
             if name in state:
                 buffer.copy_(torch.from_numpy(state[name]))
+
+    def average(self, decay: float, weights: np.ndarray | None) -> None:
+        assert self._average is not None
+        self._average.update(decay, weights)
+
+    def swap_average(self) -> None:
+        assert self._average is not None
+        self._average.swap()
 
     def synchronize(self) -> None:
         if self._device.type == "cuda":

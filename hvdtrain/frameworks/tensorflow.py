@@ -109,6 +109,9 @@ class TensorFlowReplica:
         untrained = self._buffers() or {each.name: each for each in getattr(model, "non_trainable_variables", ())}
         self.statistics = statistics_of(model, [name for name, each in untrained.items() if each.dtype.is_floating])
         self._optimizer = OPTIMIZERS[config.optimizer](self._weights, config)
+        averaged = self._weights.items() if config.ema else ()
+        self._averages = {name: tf.Variable(weight, trainable=False) for name, weight in averaged}
+        self._average_graph = tf.function(self._average, autograph=False)
         self._scale = tf.Variable(FIRST_SCALE if config.precision == "fp16" else 1.0, trainable=False)
         self._good_steps = tf.Variable(0, trainable=False)
         self._scaled = config.precision == "fp16"
@@ -257,6 +260,7 @@ class TensorFlowReplica:
     def state(self) -> dict[str, np.ndarray]:
         arrays = {f"parameter.{name}": to_pytorch(weight.numpy()) for name, weight in self._weights.items()}
         arrays |= {name: to_pytorch(slot.numpy()) for name, slot in self._optimizer.slots.items()}
+        arrays |= {f"average.{name}": to_pytorch(each.numpy()) for name, each in self._averages.items()}
         if self._scaled:
             arrays["loss_scale"] = np.array([self._scale.numpy(), self._good_steps.numpy()], dtype=np.float64)
         return arrays
@@ -267,6 +271,8 @@ class TensorFlowReplica:
         for name, slot in self._optimizer.slots.items():
             if name in state:
                 slot.assign(to_tensorflow(state[name]))
+        for name, average in self._averages.items():
+            average.assign(to_tensorflow(state.get(f"average.{name}", state[f"parameter.{name}"])))
         if self._scaled and "loss_scale" in state:
             scale, steps = state["loss_scale"]
             self._scale.assign(scale)
@@ -279,6 +285,20 @@ class TensorFlowReplica:
         for name, buffer in self._buffers().items():
             if name in state:
                 buffer.assign(state[name])
+
+    def average(self, decay: float, weights: np.ndarray | None) -> None:
+        given = [] if weights is None else [tf.constant(each) for each in self._flat.split(weights)]
+        self._average_graph(tf.constant(decay, tf.float32), given)
+
+    def _average(self, decay: tf.Tensor, given: list[tf.Tensor]) -> None:
+        for average, weight in zip(self._averages.values(), given or self._weights.values(), strict=True):
+            average.assign_sub((1 - decay) * (average - weight))
+
+    def swap_average(self) -> None:
+        for average, weight in zip(self._averages.values(), self._weights.values(), strict=True):
+            kept = weight.numpy()
+            weight.assign(average)
+            average.assign(kept)
 
     def synchronize(self) -> None:
         if self.device != "cpu":  # on a CPU, graphs have finished when they return

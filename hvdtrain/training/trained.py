@@ -30,7 +30,8 @@ def opened(folder: Path, workload: str) -> tuple[records.Manifest, Arrays]:
 def best_parameters(folder: Path) -> Arrays:
     """The parameters, by name, of the best checkpoint in a `checkpoints` folder, or of the newest if none is the best.
 
-    One process reads them, whatever number of ranks saved them. Raises Failure (65) if no checkpoint is valid.
+    With --ema they are the averaged weights. One process reads them, whatever number of ranks saved them. Raises
+    Failure (65) if no checkpoint is valid.
     """
     candidates: list[tuple[bool, Path, dict[str, Any]]] = []
     reasons = []
@@ -42,7 +43,8 @@ def best_parameters(folder: Path) -> Arrays:
             reasons.append(f"{path.name}: {checkpoint_files.reason(error)}")
     for _, path, manifest in sorted(candidates, key=lambda candidate: candidate[0]):
         try:
-            arrays, prefix = checkpoint_files.common(path, manifest), "parameter."
+            arrays = checkpoint_files.common(path, manifest)
+            prefix = "average." if any(name.startswith("average.") for name in arrays) else "parameter."
             return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
         except (ValueError, OSError, KeyError) as error:
             reasons.append(f"{path.name}: {checkpoint_files.reason(error)}")

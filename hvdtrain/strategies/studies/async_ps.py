@@ -93,6 +93,13 @@ class AsyncPS(Strategy):
                 exits.BAD_CONFIG,
             )
 
+        if config.ema:
+            raise Failure(
+                f"--ema {config.ema:g}: ranks have the same weights only at the end of an epoch, so there is nothing "
+                "to average; hint: another strategy",
+                exits.BAD_CONFIG,
+            )
+
     @property
     def _servers(self) -> ServerCommunicator:
         return cast(ServerCommunicator, self._world)

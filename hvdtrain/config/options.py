@@ -70,6 +70,11 @@ class Optimization:
     """L2 penalty
 
     SGD adds it to the gradient of every parameter. Adam decouples it from the gradient (AdamW)."""
+    clip_norm: float = bounded(0.0, least=0)
+    """Largest norm of the gradient; 0: no limit
+
+    A longer gradient is scaled to this norm over all parameters, after it has been averaged over all ranks. With
+    local-sgd and async-ps each rank limits its own gradient, the mean over its own samples."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of forward and backward
 
@@ -231,17 +236,8 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
 
     GROUP: ClassVar[str] = "model"
     RARE: ClassVar[tuple[str, ...]] = (
-        *(
-            "epoch_samples",
-            "ema",
-            "threads",
-            "stages",
-            "micro_batches",
-            "cut_at",
-            "stage_across",
-            "stage_order",
-            "activations",
-        ),
+        *("epoch_samples", "clip_norm", "ema", "threads"),
+        *("stages", "micro_batches", "cut_at", "stage_across", "stage_order", "activations"),
         *("stall_limit", "check_replicas", "checkpoint_steps", "keep_checkpoints", "evaluate_samples", "monitor_ms"),
         *("monitor_idle_s", "profile", "horovod_timeline", "inference", "tensorboard", "debug"),
     )
@@ -282,6 +278,12 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
         if self.warmup_epochs > self.epochs:
             raise Failure(
                 f"--warmup-epochs {self.warmup_epochs} is more than --epochs {self.epochs}; hint: lower it",
+                exits.BAD_CONFIG,
+            )
+        if self.clip_norm and self.stages > 1:
+            raise Failure(
+                f"--clip-norm {self.clip_norm:g} cannot be combined with --stages {self.stages}, because no rank knows "
+                "the norm over all stages; hint: lower --lr, or use --micro-batches without stages",
                 exits.BAD_CONFIG,
             )
         if self.monitor != "none" and not set(self.monitor.split(",")) <= {"power", "resources"}:

@@ -25,6 +25,8 @@ from hvdtrain.system.exits import Failure
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SLOTS = {"momentum": "momentum_buffer", "adam_mean": "exp_avg", "adam_square": "exp_avg_sq", "adam_steps": "step"}
 """hvdtrain's and torch.optim's names of the optimizer's state of a parameter"""
+CLIP_EPSILON = 1e-6
+"""Added to the norm before dividing by it, as in torch.nn.utils.clip_grad_norm_"""
 
 
 def prepare(device: str, local_rank: int, threads: int, *, exclusive_gpu: bool = False) -> str:
@@ -142,6 +144,7 @@ class TorchReplica:
         self._scaler = torch.amp.GradScaler(
             self._device.type, init_scale=first_scale, enabled=config.precision == "fp16"
         )
+        self._trained, self._clip_norm = [each for _, each in trained], config.clip_norm
 
     def backward(self, batch: Batch, lr: float, stop: bool) -> None:
         self._train(True)
@@ -182,8 +185,19 @@ class TorchReplica:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         with self._step.updating():
+            if self._clip_norm:
+                self._scaler.unscale_(self._optimizer)
+                self._clip_gradients()
             self._scaler.step(self._optimizer)
         self._scaler.update()
+
+    def _clip_gradients(self) -> None:
+        """Do what torch.nn.utils.clip_grad_norm_ does, in one piece if the gradients are one vector."""
+        gradients = (
+            [self._flat.gradients] if self._flat else [each.grad for each in self._trained if each.grad is not None]
+        )
+        norm = torch.nn.utils.get_total_norm(gradients)
+        torch._foreach_mul_(gradients, torch.clamp(self._clip_norm / (norm + CLIP_EPSILON), max=1.0))
 
     def weights(self) -> np.ndarray:
         assert self._flat is not None

@@ -57,6 +57,8 @@ with stderr.suppress(BUILD_NOTES), without_modules(KERAS_EXTRAS):
 
 # Dynamic loss scaling with the constants of torch.amp.GradScaler, so that both frameworks scale alike.
 FIRST_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
+CLIP_EPSILON = 1e-6
+"""As in torch.nn.utils.clip_grad_norm_, which adds it to the norm before dividing by it"""
 
 
 def prepare(device: str, local_rank: int, threads: int, *, exclusive_gpu: bool = False) -> str:
@@ -109,6 +111,7 @@ class TensorFlowReplica:
         untrained = self._buffers() or {each.name: each for each in getattr(model, "non_trainable_variables", ())}
         self.statistics = statistics_of(model, [name for name, each in untrained.items() if each.dtype.is_floating])
         self._optimizer = OPTIMIZERS[config.optimizer](self._weights, config)
+        self._clip_norm = config.clip_norm
         averaged = self._weights.items() if config.ema else ()
         self._averages = {name: tf.Variable(weight, trainable=False) for name, weight in averaged}
         self._average_graph = tf.function(self._average, autograph=False)
@@ -218,15 +221,21 @@ class TensorFlowReplica:
 
     def _apply(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
         if not self._scaled:
-            self._optimizer.update(self._weights, gradients, lr)
+            self._update(gradients, lr)
             return
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])
         unscaled = [gradient / self._scale for gradient in gradients]
-        tf.cond(finite, lambda: self._optimizer.update(self._weights, unscaled, lr), lambda: None)
+        tf.cond(finite, lambda: self._update(unscaled, lr), lambda: None)
         good_steps = tf.where(finite, self._good_steps + 1, 0)
         grows = good_steps == GROWTH_INTERVAL
         self._scale.assign(self._scale * tf.where(finite, tf.where(grows, GROWTH, 1.0), BACKOFF))
         self._good_steps.assign(tf.where(grows, 0, good_steps))
+
+    def _update(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
+        if self._clip_norm:
+            factor = tf.minimum(1.0, self._clip_norm / (tf.linalg.global_norm(gradients) + CLIP_EPSILON))
+            gradients = [gradient * factor for gradient in gradients]
+        self._optimizer.update(self._weights, gradients, lr)
 
     def waited_s(self) -> float | None:
         return None if self._in_backward else 0.0

@@ -62,7 +62,7 @@ class AsyncPS(Strategy):
         self, world: Communicator, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
     ) -> None:
         super().__init__(world, shapes, config, settings, reducer)
-        self._every = config.checkpoint_steps
+        self._every, self._clip_norm = config.checkpoint_steps, config.clip_norm
         self._server: Server | None = None
 
         def serve(part: slice) -> Server:
@@ -115,6 +115,8 @@ class AsyncPS(Strategy):
         tail, self._steps, self._drifted = vector[self._size :], self._steps + 1, self._drifted + 1
         self._tail = self._tail + tail
         loss = float(tail[0] / samples)
+        if self._clip_norm and (norm := float(np.linalg.norm(vector[: self._size]))) > self._clip_norm:
+            vector[: self._size] *= np.float32(self._clip_norm / norm)
         numbers = np.array([lr, samples / all_samples, self._steps, tail[-1]], np.float64)
         with clock.span("communication"):
             answers = self._servers.ask(numbers, vector[: self._size], self._weights)

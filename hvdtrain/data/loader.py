@@ -25,8 +25,10 @@ from fractions import Fraction
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hvdtrain.data import Batch, Split
+from hvdtrain.data.augment import Augment
 from hvdtrain.system.exits import BAD_CONFIG, Failure
 
 PREFETCHED = 2
@@ -40,8 +42,8 @@ class Loader:
     `global_batch` is the number of samples per step over all `size` ranks. A merged short batch has up to two more per
     rank. An epoch is the whole split, or `epoch_samples`. `shares` has one positive number per rank; ranks get samples
     in proportion to their shares. Each batch is split into `micro_batches` parts, or into fewer if they would have less
-    than two samples (BatchNorm). Raises Failure (BAD_CONFIG) if a step or the split has too few samples for the ranks,
-    or the split too few for an epoch.
+    than two samples (BatchNorm). `augment` changes images at random. Raises Failure (BAD_CONFIG) if a step or the split
+    has too few samples for the ranks, or the split too few for an epoch.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Loader:
         shares: Sequence[float] | None = None,
         micro_batches: int = 1,
         epoch_samples: int | None = None,
+        augment: Augment | None = None,
     ) -> None:
         if global_batch < size:
             raise Failure(
@@ -66,7 +69,7 @@ class Loader:
             raise Failure(f"{message}; hint: give at most {len(split)}", BAD_CONFIG)
         self._split, self._rank, self._size, self._seed = split, rank, size, seed
         self._samples = epoch_samples or len(split)
-        self._micro_batches = micro_batches
+        self._micro_batches, self._augment = micro_batches, augment
         self._global_batch, self._least = global_batch, _least(global_batch, size)
         self._ends = self.ends()
         self._parts = _parts(size, shares)
@@ -122,6 +125,14 @@ class Loader:
         borders = [begin + step for begin in range(0, whole - samples + 1, samples) for step in steps]
         order = self._split.order(stream, [*borders, whole])[part * samples : (part + 1) * samples]
         first = self.step_at(start)
+        draws = self._augment.draws(self._seed, number, whole) if self._augment else None
+
+        def batch(items: NDArray[np.int64], global_items: NDArray[np.int64], key: int) -> Batch:
+            taken = self._split.batch(items, global_items, key)
+            if self._augment and draws is not None and taken.arrays[0].size:
+                self._augment.change(taken.arrays[0], draws[items])
+            return taken
+
         for step, (begin, end) in enumerate(itertools.pairwise([start, *self.ends(start)]), start=first):
             global_items = order[begin:end]
             cuts = _cuts(len(global_items), self._parts, self._least)
@@ -129,11 +140,11 @@ class Loader:
             name = [self._seed, number, step, self._rank]
             count = max(1, min(self._micro_batches, len(items) // 2))
             if count == 1:
-                yield self._split.batch(items, global_items, _key(name))
+                yield batch(items, global_items, _key(name))
                 continue
             borders = [len(items) * part // count for part in range(count + 1)]
             parts = tuple(
-                self._split.batch(items[begin:end], global_items, _key([*name, part]))
+                batch(items[begin:end], global_items, _key([*name, part]))
                 for part, (begin, end) in enumerate(itertools.pairwise(borders))
             )
             weight = sum(part.weight for part in parts)

@@ -101,7 +101,7 @@ def main(stop: lifecycle.StopSignal) -> int:
             title=f"{len(dataset.train):,} training, {len(dataset.validation):,} validation, {len(dataset.test):,} "
             f"test images of {width}x{height}x{channels}, {classes} classes",
             facts={"classes": classes, "image_shape": dataset.image_shape},
-            augment=Augment.parse(config.augment) if config.augment else None,
+            augment=None if config.augment is None else Augment.parse(config.augment),
         ),
         model=workload.Model(
             title=f"ResNet-34, width {config.width:g}",

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from hvdtrain.comm.backends.base import Communicator, TorchStep
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.frameworks import Profiler, statistics_of
+from hvdtrain.frameworks.compile_torch import compiled
 from hvdtrain.frameworks.flat_torch import Average, Flat
 from hvdtrain.records.metrics import Metric
 from hvdtrain.strategies import Strategy
@@ -115,6 +116,9 @@ class TorchReplica:
         self._device = torch.device(device)
         self._model = model.to(self._device)
         self._world = world
+        self._plain_loss: Callable[..., Any] = model.loss
+        if config.compile:
+            model.loss = compiled(model.loss)
         self._parameters = dict(model.named_parameters())
         floats = [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
         self.statistics = statistics_of(model, floats)
@@ -217,13 +221,13 @@ class TorchReplica:
     def observe(self, batch: Batch) -> None:
         self._model.train()
         with self._autocast:
-            self._model.loss(*self._tensors(batch.arrays))
+            self._plain_loss(*self._tensors(batch.arrays))
 
     @torch.inference_mode()
     def evaluate(self, batch: Batch) -> np.ndarray:
         self._model.eval()
         with self._autocast:
-            loss, sums = self._model.loss(*self._tensors(batch.arrays))
+            loss, sums = self._plain_loss(*self._tensors(batch.arrays))
         return np.append(torch.cat(self._numbers(loss.double(), sums)).cpu().numpy(), batch.weight)
 
     def state(self) -> dict[str, np.ndarray]:
@@ -302,7 +306,7 @@ def _optimizer(parameters: list[torch.nn.Parameter], config: TrainConfig) -> tor
 def _eager(optimizer: type[torch.optim.Optimizer]) -> Any:
     """Return the optimizer with methods that do not import torch.compile, which takes as long as importing torch.
 
-    The original methods are wrapped to exclude them from compilation, and hvdtrain compiles nothing.
+    The original methods are wrapped to exclude them from compilation, and hvdtrain compiles no optimizer.
     """
     step, add, zero = (inspect.unwrap(getattr(optimizer, name)) for name in ("step", "add_param_group", "zero_grad"))
     methods = {"step": torch.no_grad()(step), "add_param_group": add, "zero_grad": zero}

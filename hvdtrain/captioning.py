@@ -47,8 +47,10 @@ class CaptioningData(options.Data):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CaptioningConfig(CaptioningData, options.TrainConfig):
+class CaptioningConfig(CaptioningData, options.TrainConfig, options.Classification):
     """Options of this workload."""
+
+    RARE = (*options.TrainConfig.RARE, "label_smoothing")
 
     encoder: Literal["auto", "small", "vgg16", "none"] = "auto"
     """Image encoder
@@ -163,7 +165,7 @@ def main(stop: lifecycle.StopSignal) -> int:
         key = {"encoder": config.encoder, "weights": weights}
         dataset = dataset.with_inputs(features.extract(dataset.images, make, key=key, world=job.ranks))
         job = job.over(dataset)
-    model = models.maker("captioner.Captioner", spec, config, job.data.scope)
+    model = models.maker("captioner.Captioner", spec, config, job.data.scope, label_smoothing=config.label_smoothing)
     job = job.staged(model)
     network = model(job.part)
     replica = job.replica(network, captioner.initial_state(spec, config.seed, job.part))

@@ -20,6 +20,7 @@ from hvdtrain import data, models
 from hvdtrain.comm import lifecycle
 from hvdtrain.config import options
 from hvdtrain.config.constraints import bounded, counts
+from hvdtrain.data.augment import Augment
 from hvdtrain.models import resnet
 from hvdtrain.records import metrics
 from hvdtrain.system import exits
@@ -41,11 +42,18 @@ class ResNetData(options.Data):
     """N or WIDTHxHEIGHT (default: 32 for digits)
 
     Images are resized to it; by default only digits are. A prepared folder has a fixed size."""
+    augment: str | None = None
+    """Change training images at random: flip, crop or flip,crop
+
+    flip mirrors half of them. crop pads each side with zeros by an eighth of the image, and cuts out the original size
+    anywhere. The change depends on seed, epoch and sample only."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ResNetConfig(ResNetData, options.TrainConfig):
+class ResNetConfig(ResNetData, options.TrainConfig, options.Classification):
     """Options of this workload."""
+
+    RARE = (*options.TrainConfig.RARE, "label_smoothing", "zero_gamma", "precise_bn")
 
     width: float = 1.0
     """Number of channels relative to ResNet-34"""
@@ -100,6 +108,7 @@ def main(stop: lifecycle.StopSignal) -> int:
                 "image_shape": dataset.image_shape,
                 "pixel_dtype": str(dataset.train.samples.dtype),
             },
+            augment=None if config.augment is None else Augment.parse(config.augment),
         ),
         model=workload.Model(
             title=f"ResNet-34, width {config.width:g}",
@@ -118,7 +127,7 @@ def main(stop: lifecycle.StopSignal) -> int:
         hint = "BatchNorm needs two values: increase the batch size or --image-size"
         raise Failure(f"{message}; hint: {hint}", exits.BAD_CONFIG)
 
-    model = models.maker("resnet.ResNet", spec, config, job.data.scope)
+    model = models.maker("resnet.ResNet", spec, config, job.data.scope, label_smoothing=config.label_smoothing)
     job = job.staged(model)
     if job.part and job.part.start:
         job = job.over(dataset.labels_only())

@@ -45,8 +45,10 @@ class TabularData(options.Data):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TabularConfig(TabularData, options.TrainConfig):
+class TabularConfig(TabularData, options.TrainConfig, options.Classification):
     """Options of this workload."""
+
+    RARE = (*options.TrainConfig.RARE, "label_smoothing")
 
     layers: str = "30,10"
     """Units of each hidden layer, separated by commas"""
@@ -99,7 +101,8 @@ def main(stop: lifecycle.StopSignal) -> int:
     ).connect()
     if job is None:  # a dry run
         return exits.OK
-    model = models.maker("mlp.MLP", spec, config, job.data.scope, loss="cross_entropy")
+    loss = {"loss": "cross_entropy", "label_smoothing": config.label_smoothing}
+    model = models.maker("mlp.MLP", spec, config, job.data.scope, **loss)
     job = job.staged(model)
     replica = job.replica(model(job.part), mlp.initial_state(spec, config.seed, job.part))
     return job.train(replica, stop, documents={tabular.COLUMNS_FILE: columns.as_json()})

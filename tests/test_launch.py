@@ -429,7 +429,7 @@ def test_a_job_with_fewer_hosts_or_ranks_than_asked_for_is_an_error(
     done = finished([ROOT / "launch" / "mpirun.sh", "--quiet", "-H", hosts, *wrapper, *words])
     ours = {line for line in done.stderr.splitlines() if line.startswith("hvdtrain: ")}
     assert done.returncode == 69, done.stderr
-    assert len(ours) == 1 and f"launch/mpirun.sh -H {hosts} {reason}" in ours.pop(), done.stderr
+    assert len(ours) == 1 and f"hvdtrain launch mpirun -H {hosts} {reason}" in ours.pop(), done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "r").exists()
 
 

@@ -70,10 +70,22 @@ class Optimization:
     """L2 penalty
 
     SGD adds it to the gradient of every parameter. Adam decouples it from the gradient (AdamW)."""
+    clip_norm: float = bounded(0.0, least=0)
+    """Largest norm of the gradient; 0: no limit
+
+    A longer gradient is scaled to this norm over all parameters, after it has been averaged over all ranks. With
+    local-sgd and async-ps each rank limits its own gradient, the mean over its own samples."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of forward and backward
 
     Parameters stay fp32. fp16 uses dynamic loss scaling."""
+    ema: float = bounded(0.0, least=0, below=1)
+    """Decay of the averaged weights to evaluate; 0: none
+
+    After each step an exponential moving average of the weights moves towards the weights. It is evaluated, saved
+    alongside the weights and used for predictions. In step t the decay is at most (1 + t) / (10 + t), as in TensorFlow,
+    so that early weights are forgotten. With local SGD the average follows the weights that all ranks share. BatchNorm
+    uses the running statistics of training; --precise-bn computes those of the averaged weights."""
     seed: int = bounded(0, least=0)
     """Seed of initial weights and data order"""
     target: str | None = None
@@ -81,6 +93,18 @@ class Optimization:
 
     The run stops after the first epoch whose score is at least that good, for example bleu4=0.9. For an error such as
     rmse, smaller is better."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Classification:
+    """Options for workloads whose loss is a cross-entropy."""
+
+    GROUP: ClassVar[str] = "optimization"
+
+    label_smoothing: float = bounded(0.0, least=0, below=1)
+    """Share of the training target that all classes divide; 0: none
+
+    As in torch.nn.functional.cross_entropy. The loss of an evaluation is never smoothed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,6 +175,11 @@ class Run:
     """Device
 
     auto: this rank's GPU if there is one, otherwise the CPU."""
+    compile: bool = False
+    """Compile the model with torch.compile
+
+    PyTorch only. The first step takes longer, by 10 s to minutes, and is marked as warm-up. Evaluation is not
+    compiled."""
     threads: int = bounded(0, least=0)
     """CPU threads per rank; 0: automatic
 
@@ -224,7 +253,8 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
 
     GROUP: ClassVar[str] = "model"
     RARE: ClassVar[tuple[str, ...]] = (
-        *("epoch_samples", "stages", "micro_batches", "cut_at", "stage_across", "stage_order", "activations"),
+        *("epoch_samples", "clip_norm", "ema", "compile", "threads"),
+        *("stages", "micro_batches", "cut_at", "stage_across", "stage_order", "activations"),
         *("stall_limit", "check_replicas", "checkpoint_steps", "keep_checkpoints", "evaluate_samples", "monitor_ms"),
         *("monitor_idle_s", "profile", "horovod_timeline", "inference", "tensorboard", "debug"),
     )
@@ -265,6 +295,18 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
         if self.warmup_epochs > self.epochs:
             raise Failure(
                 f"--warmup-epochs {self.warmup_epochs} is more than --epochs {self.epochs}; hint: lower it",
+                exits.BAD_CONFIG,
+            )
+        if self.compile and self.framework == "tensorflow":
+            raise Failure("--compile is for PyTorch; hint: leave it out, TensorFlow always compiles", exits.BAD_CONFIG)
+        if self.compile and (self.stages > 1 or (self.micro_batches or 1) > 1):
+            raise Failure(
+                "--compile cannot be combined with --stages or --micro-batches; hint: leave it out", exits.BAD_CONFIG
+            )
+        if self.clip_norm and self.stages > 1:
+            raise Failure(
+                f"--clip-norm {self.clip_norm:g} cannot be combined with --stages {self.stages}, because no rank knows "
+                "the norm over all stages; hint: lower --lr, or use --micro-batches without stages",
                 exits.BAD_CONFIG,
             )
         if self.monitor != "none" and not set(self.monitor.split(",")) <= {"power", "resources"}:

@@ -52,7 +52,8 @@ class Replica(Vectors, Protocol):
     def state(self) -> dict[str, np.ndarray]:
         """Return the parameters (`parameter.NAME`) and the optimizer's state (`momentum.NAME` ...).
 
-        Parameters are equal on all ranks. The optimizer's state is too, unless the strategy has `local_updates`.
+        With --ema the state includes the moving average of the weights (`average.NAME`). Parameters and averages are
+        equal on all ranks. The optimizer's state is too, unless the strategy has `local_updates`.
         """
 
     def load(self, state: dict[str, np.ndarray]) -> None: ...
@@ -62,6 +63,16 @@ class Replica(Vectors, Protocol):
 
     def load_local(self, state: dict[str, np.ndarray]) -> None:
         """Load some or all arrays of `local_state`."""
+
+    def average(self, decay: float, weights: np.ndarray | None) -> None:
+        """Update the moving average of the weights: average = decay * average + (1 - decay) * weights.
+
+        `weights`: as in `set_weights`; None for the replica's own. `load` starts the average at the weights, unless the
+        state has an average.
+        """
+
+    def swap_average(self) -> None:
+        """Exchange the weights with their moving average. A second call restores both."""
 
     def synchronize(self) -> None:
         """Wait until the device has finished all work."""

@@ -75,3 +75,27 @@ class Flat(FlatGradients):
         for parameter, weight, gradient in zip(self.parameters, self.split(self.weights), self.views, strict=True):
             weight.copy_(parameter.detach())
             parameter.data, parameter.grad = weight, gradient
+
+
+class Average:
+    """An exponential moving average of weights, which are one vector (`Flat.weights`) or the parameters themselves."""
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        self._weights = [each.detach() for each in weights]
+        self.arrays = [each.clone() for each in self._weights]
+
+    def restart(self) -> None:
+        """Sets the average to the weights."""
+        torch._foreach_copy_(self.arrays, self._weights)
+
+    def update(self, decay: float, weights: np.ndarray | None) -> None:
+        """See `frameworks.Replica.average`; `weights` only if the weights are one vector."""
+        given = [] if weights is None else [torch.from_numpy(weights).to(self.arrays[0].device)]
+        torch._foreach_lerp_(self.arrays, given or self._weights, 1 - decay)
+
+    def swap(self) -> None:
+        """Exchanges the values of weights and average."""
+        for weights, average in zip(self._weights, self.arrays, strict=True):
+            kept = weights.clone()
+            weights.copy_(average)
+            average.copy_(kept)

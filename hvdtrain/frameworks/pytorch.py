@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ from hvdtrain.comm.backends.base import Communicator, TorchStep
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.frameworks import Profiler, statistics_of
-from hvdtrain.frameworks.flat_torch import Flat
+from hvdtrain.frameworks.compile_torch import compiled
+from hvdtrain.frameworks.flat_torch import Average, Flat
 from hvdtrain.records.metrics import Metric
 from hvdtrain.strategies import Strategy
 from hvdtrain.system import exits
@@ -25,6 +26,8 @@ from hvdtrain.system.exits import Failure
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SLOTS = {"momentum": "momentum_buffer", "adam_mean": "exp_avg", "adam_square": "exp_avg_sq", "adam_steps": "step"}
 """hvdtrain's and torch.optim's names of the optimizer's state of a parameter"""
+CLIP_EPSILON = 1e-6
+"""Added to the norm before dividing by it, as in torch.nn.utils.clip_grad_norm_"""
 
 
 def prepare(device: str, local_rank: int, threads: int, *, exclusive_gpu: bool = False) -> str:
@@ -113,6 +116,9 @@ class TorchReplica:
         self._device = torch.device(device)
         self._model = model.to(self._device)
         self._world = world
+        self._plain_loss: Callable[..., Any] = model.loss
+        if config.compile:
+            model.loss = compiled(model.loss)
         self._parameters = dict(model.named_parameters())
         floats = [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
         self.statistics = statistics_of(model, floats)
@@ -131,12 +137,18 @@ class TorchReplica:
             self._flat = Flat([each for _, each in trained], metric.size + 1, self._device)
             if self.one_backward and (buckets := strategy.buckets()):
                 self._hooks = GradientHooks(strategy, buckets, self._flat, trained)
+        self._average, self._averages = None, dict[str, torch.Tensor]()
+        if config.ema:
+            self._average = Average([self._flat.weights] if self._flat else [each for _, each in trained])
+            arrays = self._flat.split(self._average.arrays[0]) if self._flat else self._average.arrays
+            self._averages = dict(zip([name for name, _ in trained], arrays, strict=True))
         self._optimizer: torch.optim.Optimizer = self._step.optimizer
         # PyTorch's first scale, divided by the loss factor so that backward sees the same scale in every strategy.
         first_scale = 2.0**16 / self._step.loss_factor
         self._scaler = torch.amp.GradScaler(
             self._device.type, init_scale=first_scale, enabled=config.precision == "fp16"
         )
+        self._trained, self._clip_norm = [each for _, each in trained], config.clip_norm
 
     def backward(self, batch: Batch, lr: float, stop: bool) -> None:
         self._train(True)
@@ -177,8 +189,19 @@ class TorchReplica:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         with self._step.updating():
+            if self._clip_norm:
+                self._scaler.unscale_(self._optimizer)
+                self._clip_gradients()
             self._scaler.step(self._optimizer)
         self._scaler.update()
+
+    def _clip_gradients(self) -> None:
+        """Do what torch.nn.utils.clip_grad_norm_ does, in one piece if the gradients are one vector."""
+        gradients = (
+            [self._flat.gradients] if self._flat else [each.grad for each in self._trained if each.grad is not None]
+        )
+        norm = torch.nn.utils.get_total_norm(gradients)
+        torch._foreach_mul_(gradients, torch.clamp(self._clip_norm / (norm + CLIP_EPSILON), max=1.0))
 
     def weights(self) -> np.ndarray:
         assert self._flat is not None
@@ -198,13 +221,13 @@ class TorchReplica:
     def observe(self, batch: Batch) -> None:
         self._model.train()
         with self._autocast:
-            self._model.loss(*self._tensors(batch.arrays))
+            self._plain_loss(*self._tensors(batch.arrays))
 
     @torch.inference_mode()
     def evaluate(self, batch: Batch) -> np.ndarray:
         self._model.eval()
         with self._autocast:
-            loss, sums = self._model.loss(*self._tensors(batch.arrays))
+            loss, sums = self._plain_loss(*self._tensors(batch.arrays))
         return np.append(torch.cat(self._numbers(loss.double(), sums)).cpu().numpy(), batch.weight)
 
     def state(self) -> dict[str, np.ndarray]:
@@ -212,6 +235,7 @@ class TorchReplica:
         for name, parameter in self._parameters.items():
             slots = self._optimizer.state.get(parameter, {})
             arrays |= {f"{slot}.{name}": slots[key].cpu().numpy() for slot, key in SLOTS.items() if key in slots}
+        arrays |= {f"average.{name}": each.cpu().numpy() for name, each in self._averages.items()}
         if self._scaler.is_enabled():
             scaler = self._scaler.state_dict()
             arrays["loss_scale"] = np.array([scaler["scale"], scaler["_growth_tracker"]], dtype=np.float64)
@@ -224,6 +248,11 @@ class TorchReplica:
             for slot, key in SLOTS.items():
                 if (array := state.get(f"{slot}.{name}")) is not None:
                     self._optimizer.state[parameter][key] = torch.from_numpy(array.copy()).to(self._device)
+        if self._average is not None:
+            self._average.restart()
+            for name, average in self._averages.items():
+                if (array := state.get(f"average.{name}")) is not None:
+                    average.copy_(torch.from_numpy(array))
         if "loss_scale" in state:
             scale, steps = state["loss_scale"]
             self._scaler.load_state_dict(
@@ -238,6 +267,14 @@ class TorchReplica:
         for name, buffer in self._model.named_buffers():
             if name in state:
                 buffer.copy_(torch.from_numpy(state[name]))
+
+    def average(self, decay: float, weights: np.ndarray | None) -> None:
+        assert self._average is not None
+        self._average.update(decay, weights)
+
+    def swap_average(self) -> None:
+        assert self._average is not None
+        self._average.swap()
 
     def synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -269,7 +306,7 @@ def _optimizer(parameters: list[torch.nn.Parameter], config: TrainConfig) -> tor
 def _eager(optimizer: type[torch.optim.Optimizer]) -> Any:
     """Return the optimizer with methods that do not import torch.compile, which takes as long as importing torch.
 
-    The original methods are wrapped to exclude them from compilation, and hvdtrain compiles nothing.
+    The original methods are wrapped to exclude them from compilation, and hvdtrain compiles no optimizer.
     """
     step, add, zero = (inspect.unwrap(getattr(optimizer, name)) for name in ("step", "add_param_group", "zero_grad"))
     methods = {"step": torch.no_grad()(step), "add_param_group": add, "zero_grad": zero}

@@ -57,6 +57,8 @@ with stderr.suppress(BUILD_NOTES), without_modules(KERAS_EXTRAS):
 
 # Dynamic loss scaling with the constants of torch.amp.GradScaler, so that both frameworks scale alike.
 FIRST_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
+CLIP_EPSILON = 1e-6
+"""As in torch.nn.utils.clip_grad_norm_, which adds it to the norm before dividing by it"""
 
 
 def prepare(device: str, local_rank: int, threads: int, *, exclusive_gpu: bool = False) -> str:
@@ -109,6 +111,10 @@ class TensorFlowReplica:
         untrained = self._buffers() or {each.name: each for each in getattr(model, "non_trainable_variables", ())}
         self.statistics = statistics_of(model, [name for name, each in untrained.items() if each.dtype.is_floating])
         self._optimizer = OPTIMIZERS[config.optimizer](self._weights, config)
+        self._clip_norm = config.clip_norm
+        averaged = self._weights.items() if config.ema else ()
+        self._averages = {name: tf.Variable(weight, trainable=False) for name, weight in averaged}
+        self._average_graph = tf.function(self._average, autograph=False)
         self._scale = tf.Variable(FIRST_SCALE if config.precision == "fp16" else 1.0, trainable=False)
         self._good_steps = tf.Variable(0, trainable=False)
         self._scaled = config.precision == "fp16"
@@ -215,15 +221,21 @@ class TensorFlowReplica:
 
     def _apply(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
         if not self._scaled:
-            self._optimizer.update(self._weights, gradients, lr)
+            self._update(gradients, lr)
             return
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])
         unscaled = [gradient / self._scale for gradient in gradients]
-        tf.cond(finite, lambda: self._optimizer.update(self._weights, unscaled, lr), lambda: None)
+        tf.cond(finite, lambda: self._update(unscaled, lr), lambda: None)
         good_steps = tf.where(finite, self._good_steps + 1, 0)
         grows = good_steps == GROWTH_INTERVAL
         self._scale.assign(self._scale * tf.where(finite, tf.where(grows, GROWTH, 1.0), BACKOFF))
         self._good_steps.assign(tf.where(grows, 0, good_steps))
+
+    def _update(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
+        if self._clip_norm:
+            factor = tf.minimum(1.0, self._clip_norm / (tf.linalg.global_norm(gradients) + CLIP_EPSILON))
+            gradients = [gradient * factor for gradient in gradients]
+        self._optimizer.update(self._weights, gradients, lr)
 
     def waited_s(self) -> float | None:
         return None if self._in_backward else 0.0
@@ -257,6 +269,7 @@ class TensorFlowReplica:
     def state(self) -> dict[str, np.ndarray]:
         arrays = {f"parameter.{name}": to_pytorch(weight.numpy()) for name, weight in self._weights.items()}
         arrays |= {name: to_pytorch(slot.numpy()) for name, slot in self._optimizer.slots.items()}
+        arrays |= {f"average.{name}": to_pytorch(each.numpy()) for name, each in self._averages.items()}
         if self._scaled:
             arrays["loss_scale"] = np.array([self._scale.numpy(), self._good_steps.numpy()], dtype=np.float64)
         return arrays
@@ -267,6 +280,8 @@ class TensorFlowReplica:
         for name, slot in self._optimizer.slots.items():
             if name in state:
                 slot.assign(to_tensorflow(state[name]))
+        for name, average in self._averages.items():
+            average.assign(to_tensorflow(state.get(f"average.{name}", state[f"parameter.{name}"])))
         if self._scaled and "loss_scale" in state:
             scale, steps = state["loss_scale"]
             self._scale.assign(scale)
@@ -279,6 +294,20 @@ class TensorFlowReplica:
         for name, buffer in self._buffers().items():
             if name in state:
                 buffer.assign(state[name])
+
+    def average(self, decay: float, weights: np.ndarray | None) -> None:
+        given = [] if weights is None else [tf.constant(each) for each in self._flat.split(weights)]
+        self._average_graph(tf.constant(decay, tf.float32), given)
+
+    def _average(self, decay: tf.Tensor, given: list[tf.Tensor]) -> None:
+        for average, weight in zip(self._averages.values(), given or self._weights.values(), strict=True):
+            average.assign_sub((1 - decay) * (average - weight))
+
+    def swap_average(self) -> None:
+        for average, weight in zip(self._averages.values(), self._weights.values(), strict=True):
+            kept = weight.numpy()
+            weight.assign(average)
+            average.assign(kept)
 
     def synchronize(self) -> None:
         if self.device != "cpu":  # on a CPU, graphs have finished when they return

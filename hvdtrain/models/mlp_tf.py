@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.models.layers_tf import Held, Scope
+from hvdtrain.models.layers_tf import Held, Scope, cross_entropies
 from hvdtrain.models.mlp import MLPSpec, parameters
 from hvdtrain.models.own_tf import errors
 
 
-def cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+def cross_entropy(
+    logits: tf.Tensor, labels: tf.Tensor, label_smoothing: float = 0.0
+) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
     """Sum of the cross-entropies of logits (N, classes), and the sums of `metrics.Confusion`; labels (N,) int64."""
     classes = logits.shape[1]
     cells = tf.cast(labels * classes + tf.argmax(logits, 1), tf.int32)
     counts = tf.math.bincount(cells, minlength=classes**2, maxlength=classes**2)
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+    losses = cross_entropies(logits, labels, label_smoothing)
     return tf.reduce_sum(losses), {"confusion": counts}
 
 
@@ -41,10 +45,13 @@ class MLPTF(Held):
         compute_dtype: tf.DType = tf.float32,
         scope: Scope = None,
         stage: range | None = None,
+        label_smoothing: float = 0.0,
     ) -> None:
         """`stage`: only these layers (`mlp.layers`)."""
         super().__init__(parameters(spec, stage), compute_dtype, scope)
-        self._loss, self._numbers = LOSSES[loss], list(stage or range(len(spec.sizes) - 1))
+        self._loss: Any = LOSSES[loss]
+        self._training = {"label_smoothing": label_smoothing} if label_smoothing else {}
+        self._numbers = list(stage or range(len(spec.sizes) - 1))
 
     def __call__(self, x: tf.Tensor, *_: tf.Tensor, training: bool = False) -> tf.Tensor:
         """(N, outputs) float32 of x (N, inputs); for a stage, its output for the previous stage's output."""
@@ -59,4 +66,4 @@ class MLPTF(Held):
 
     def loss(self, x: tf.Tensor, targets: tf.Tensor, training: bool) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
         """The sum of losses, and the metric's sums."""
-        return self._loss(self(x), targets)
+        return self._loss(self(x), targets, **(self._training if training else {}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,11 +15,11 @@ from hvdtrain.models.mlp import MLPSpec
 from hvdtrain.models.own_torch import errors
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum of the cross-entropies of logits (N, classes), and the sums of `metrics.Confusion`; labels (N,) int64."""
     classes = logits.shape[1]
     counts = torch.bincount(labels * classes + logits.argmax(1), minlength=classes**2)
-    return F.cross_entropy(logits, labels, reduction="sum"), {"confusion": counts}
+    return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=label_smoothing), {"confusion": counts}
 
 
 def forecast_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -40,13 +40,14 @@ class MLPTorch(nn.Module):
     `state_dict()` has exactly the names and shapes of `mlp.parameters`. Its values are undefined until they are loaded.
     """
 
-    def __init__(self, spec: MLPSpec, loss: str, stage: range | None = None) -> None:
+    def __init__(self, spec: MLPSpec, loss: str, stage: range | None = None, label_smoothing: float = 0.0) -> None:
         """`stage`: only these layers (`mlp.layers`)."""
         super().__init__()
         sizes = list(itertools.pairwise(spec.sizes))
         numbers = stage or range(len(sizes))
         self.layers = nn.ModuleDict({str(number): skip_init(nn.Linear, *sizes[number]) for number in numbers})
-        self._loss = LOSSES[loss]
+        self._loss: Any = LOSSES[loss]
+        self._training = {"label_smoothing": label_smoothing} if label_smoothing else {}
 
     def forward(self, x: Tensor, *_: Tensor) -> Tensor:
         """(N, outputs) float32 of x (N, inputs); for a stage, its output for the previous stage's output."""
@@ -63,4 +64,4 @@ class MLPTorch(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of losses, and the metric's sums."""
-        return self._loss(self(x), targets)
+        return self._loss(self(x), targets, **(self._training if self.training else {}))

@@ -280,7 +280,7 @@ class Checkpoints:
 def _check_finite(arrays: Arrays) -> None:
     """Raise ValueError for infinite or NaN weights, from which no run could resume."""
     for name, array in arrays.items():
-        if name.startswith(("parameter.", "drift.")) and not np.isfinite(array).all():
+        if name.startswith(("parameter.", "average.", "drift.")) and not np.isfinite(array).all():
             raise ValueError(f"{name} contains infinity or NaN; earlier checkpoints are unchanged; hint: lower --lr")
 
 

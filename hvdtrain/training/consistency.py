@@ -12,13 +12,15 @@ from hvdtrain.system.exits import Failure
 
 
 def check(state: dict[str, np.ndarray], world: Communicator) -> None:
-    """Compare the parameters in `state` over ranks. Collective. Raises Failure (1), which names ranks and tensors.
+    """Compare the parameters in `state`, and their averages, over ranks. Collective.
 
-    CRC-32 detects accidents; it reads some GB/s of memory, and 12 bytes per rank cross the network.
+    Raises Failure (1), which names ranks and tensors. CRC-32 detects accidents; it reads some GB/s of memory, and 12
+    bytes per rank cross the network.
     """
     if world.size == 1:
         return
-    sums = {n: zlib.crc32(np.ascontiguousarray(a).data) for n, a in state.items() if n.startswith("parameter.")}
+    weights = {name: array for name, array in state.items() if name.startswith(("parameter.", "average."))}
+    sums = {name: zlib.crc32(np.ascontiguousarray(array).data) for name, array in weights.items()}
     if len(set(world.gather(zlib.crc32(repr(sums).encode())))) == 1:
         return
     of_ranks = world.gather(list(sums.values()))

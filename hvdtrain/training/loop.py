@@ -136,6 +136,9 @@ class Loop:
             self._check_due = True
         if last or (self._check_due and self._strategy.in_sync):
             done.append(self._strategy.synchronize(self._replica, clock))
+        if self._config.ema and any(each.totals is not None for each in done):  # all ranks know the same weights
+            with clock.span("compute"):
+                self._replica.average(at.averaging_decay(self._config.ema), self._strategy.shared_weights)
         check = self._check_due and self._strategy.in_sync  # synchronize may have changed it
         for each in done:
             if each.totals is not None:
@@ -177,11 +180,15 @@ class Loop:
 
     def _end_epoch(self, epoch: int) -> None:
         with self._clock.span("validation"):
+            if self._config.ema:
+                self._replica.swap_average()
             if self._precise_bn:
                 first = [0, *self._loader.ends()][max(0, self._plan.steps_per_epoch - self._precise_bn)]
                 renew_statistics(self._replica, self._loader.epoch(epoch, start=first))
             split, most = getattr(self._dataset, self._config.evaluate_on), self._config.evaluate_samples
             loss, scores, _ = self._evaluate(split, most)
+            if self._config.ema:
+                self._replica.swap_average()
         record, is_best = self._at.end_epoch(
             epoch,
             self._metric,
@@ -206,6 +213,8 @@ class Loop:
         """Evaluate on the test split, end `watching`, time inference, write the summary and then COMPLETE."""
         world = self._world
         tested_step = self._take_best() if self._judge else self._at.step
+        if self._config.ema:  # they stay: the caller gets the model that was tested
+            self._replica.swap_average()
         with self._clock.span("test"):
             test_loss, test_scores, test_sums = self._evaluate(self._dataset.test)
         ended_unix_s = time.time()

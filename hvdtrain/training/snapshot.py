@@ -32,7 +32,8 @@ def taken(replica: Replica, strategy: Strategy) -> tuple[Arrays, Arrays]:
     local = {f"buffer.{name}": array for name, array in replica.local_state().items()}
     local |= {f"strategy.{name}": array for name, array in strategy.state().items()}
     if strategy.capabilities.local_updates or strategy.capabilities.own_optimizer_state:
-        local |= {f"own.{name}": shared.pop(name) for name in list(shared) if not name.startswith("parameter.")}
+        common = ("parameter.", "average.")
+        local |= {f"own.{name}": shared.pop(name) for name in list(shared) if not name.startswith(common)}
     return shared, local | drift
 
 

@@ -41,6 +41,8 @@ class Position:
     """Scores of each epoch; empty without a validation split"""
     best_step: int = 0
     """Steps done at the end of the epoch with the best primary metric"""
+    averaged_step: int = 0
+    """Steps done at the last update of the moving average of the weights (--ema)"""
 
     @classmethod
     def loaded(cls, progress: Mapping[str, Any], step: int, *, epoch_samples: int) -> Self:
@@ -64,7 +66,7 @@ class Position:
         if at.step != step:
             raise ValueError(f"its progress has step {at.step}, and the checkpoint step {step}")
         samples = at.epoch * epoch_samples + at.consumed
-        possible = at.best_step <= step <= samples and at.consumed <= epoch_samples
+        possible = max(at.best_step, at.averaged_step) <= step <= samples and at.consumed <= epoch_samples
         if not possible or len(at.validation_scores) != at.epoch:
             raise ValueError(
                 f"its progress contradicts itself: step {step} after {at.epoch} epochs of {epoch_samples} samples and "
@@ -89,6 +91,14 @@ class Position:
             self.total_rated_samples += samples
             self.total_rated_s += seconds
             self.total_data_s += step.data_s or 0.0
+
+    def averaging_decay(self, decay: float) -> float:
+        """Return the decay of the moving average for all steps since its last update, including the current one.
+
+        `decay`: of one step. See `options.Optimization.ema`.
+        """
+        steps, self.averaged_step = self.step + 1 - self.averaged_step, self.step + 1
+        return min(decay, (1 + self.step) / (10 + self.step)) ** steps
 
     def reached(self, target: tuple[str, float] | None, metric: Metric) -> bool:
         """Whether the last epoch's score is at least as good as the target."""

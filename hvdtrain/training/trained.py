@@ -50,7 +50,8 @@ def best_arrays(folder: Path, *, statistics: bool) -> Arrays:
     """The parameters, by name, of the best checkpoint in a `checkpoints` folder, or of the newest if none is the best.
     With `statistics` also the running statistics, as evaluation uses them.
 
-    One process reads them, whatever number of ranks saved them. Raises Failure (65) if no checkpoint is valid.
+    With --ema they are the averaged weights. One process reads them, whatever number of ranks saved them. Raises
+    Failure (65) if no checkpoint is valid.
     """
     candidates: list[tuple[bool, Path, dict[str, Any]]] = []
     reasons = []
@@ -62,7 +63,9 @@ def best_arrays(folder: Path, *, statistics: bool) -> Arrays:
             reasons.append(f"{path.name}: {checkpoint_files.reason(error)}")
     for _, path, manifest in sorted(candidates, key=lambda candidate: candidate[0]):
         try:
-            arrays = _of_kind("parameter.", checkpoint_files.common(path, manifest))
+            common = checkpoint_files.common(path, manifest)
+            averaged = _of_kind("average.", common)
+            arrays = averaged or _of_kind("parameter.", common)
             return arrays | (_statistics(path, manifest) if statistics else {})
         except (ValueError, OSError, KeyError) as error:
             reasons.append(f"{path.name}: {checkpoint_files.reason(error)}")

@@ -20,6 +20,7 @@ from hvdtrain.comm import world
 from hvdtrain.comm.launch_env import LaunchEnv, launch_env
 from hvdtrain.config import batch_plan, parser
 from hvdtrain.config.options import TrainConfig
+from hvdtrain.data.augment import Augment
 from hvdtrain.data.loader import Loader
 from hvdtrain.frameworks import in_vector, resolve
 from hvdtrain.models.layers import Layer
@@ -59,6 +60,8 @@ class Data:
     """One line for people"""
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of the manifest besides name, fingerprint and the lengths of the splits"""
+    augment: Augment | None = None
+    """Random changes of training images"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,6 +167,7 @@ class Workload:
             shares=shares.given(self.config, replicas),
             micro_batches=batch_plan.micro_batches(self.config),
             epoch_samples=self.config.epoch_samples,
+            augment=self.data.augment,
         )
 
     def _run(self, loader: Loader, stages: Stages) -> run_folder.Run:

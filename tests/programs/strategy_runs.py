@@ -8,6 +8,7 @@ RUNS is a JSON list of objects with these keys:
     stop_before         step before which the last rank gets SIGUSR1 (optional)
     from_step, folder   copy the run in `folder` to --run-dir, as if it was killed after this checkpoint (optional)
     refused             exit code with which all ranks reject the training (optional)
+    workload            instead of WORKLOAD (optional)
     linear, steps       instead of flags: settings for strategy_linear.py, whose report replaces the exit code
 
 Rank 0 prints the exit codes as JSON. Used by test_strategies.py, and by other tests through conftest.py.
@@ -86,11 +87,12 @@ def main(stop: lifecycle.StopSignal) -> int:
         from hvdtrain.frameworks.pipeline_tensorflow import PipelineTensorFlow as Pipeline
         from hvdtrain.frameworks.tensorflow import TensorFlowReplica as Replica
     shares.TRIAL_S, shares.MAX_S = 0.05, 0.5  # measured shares need not be accurate here
-    workload = workloads.module(*sys.argv[4:] or ["resnet"])
+    default = sys.argv[4] if len(sys.argv) > 4 else "resnet"
 
     def result(run: dict[str, Any]) -> Any:
         if "linear" in run:
             return linear(framework, run["linear"], run["steps"])
+        workload = workloads.module(run.get("workload", default))
         return exit_code(workload, run, meeting, Pipeline if "--stages" in run["flags"] else Replica)
 
     codes = [result(run) for run in runs]

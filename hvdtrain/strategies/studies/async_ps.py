@@ -62,7 +62,7 @@ class AsyncPS(Strategy):
         self, world: Communicator, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
     ) -> None:
         super().__init__(world, shapes, config, settings, reducer)
-        self._every = config.checkpoint_steps
+        self._every, self._clip_norm = config.checkpoint_steps, config.clip_norm
         self._server: Server | None = None
 
         def serve(part: slice) -> Server:
@@ -93,6 +93,13 @@ class AsyncPS(Strategy):
                 exits.BAD_CONFIG,
             )
 
+        if config.ema:
+            raise Failure(
+                f"--ema {config.ema:g}: ranks have the same weights only at the end of an epoch, so there is nothing "
+                "to average; hint: another strategy",
+                exits.BAD_CONFIG,
+            )
+
     @property
     def _servers(self) -> ServerCommunicator:
         return cast(ServerCommunicator, self._world)
@@ -108,6 +115,8 @@ class AsyncPS(Strategy):
         tail, self._steps, self._drifted = vector[self._size :], self._steps + 1, self._drifted + 1
         self._tail = self._tail + tail
         loss = float(tail[0] / samples)
+        if self._clip_norm and (norm := float(np.linalg.norm(vector[: self._size]))) > self._clip_norm:
+            vector[: self._size] *= np.float32(self._clip_norm / norm)
         numbers = np.array([lr, samples / all_samples, self._steps, tail[-1]], np.float64)
         with clock.span("communication"):
             answers = self._servers.ask(numbers, vector[: self._size], self._weights)

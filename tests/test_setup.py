@@ -155,6 +155,26 @@ def test_every_folder_with_modules_is_installed() -> None:
     assert with_modules == set(run([sys.executable, "-c", program], ROOT).stdout.split())
 
 
+def test_a_wheel_has_all_that_its_commands_need(checkout: Path, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "hvdtrain", checkout / "hvdtrain", dirs_exist_ok=True)
+    shutil.copy(ROOT / "README.md", checkout)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", checkout]
+    done = run([*pip, "--wheel-dir", tmp_path], tmp_path)
+    assert done.returncode == 0, done.stderr
+    shutil.unpack_archive(next(tmp_path.glob("hvdtrain-*.whl")), tmp_path / "site", "zip")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for words in (
+        ["sweep", "quick", "--dry-run"],
+        ["train", "resnet", "--config", "cruz2021_resnet34", "--data", "digits", "--dry-run"],
+        ["launch", "mpirun", "--dry-run", "-np", "2", "true"],
+        ["slurm", "--dry-run", "-N", "2", "--", "true"],
+    ):
+        done = run([sys.executable, "-P", "-m", "hvdtrain.cli", *words], empty, PYTHONPATH=str(tmp_path / "site"))
+        assert done.returncode == 0, done.stderr
+        assert words[0] != "slurm" or Path(done.stdout.split()[3]).is_relative_to(tmp_path / "site")
+
+
 @pytest.mark.root
 def test_the_number_of_compilers_respects_the_memory_limit() -> None:
     v2 = (cgroup.MOUNT / "cgroup.controllers").exists()

@@ -303,5 +303,7 @@ def misspelled_variables(cls: type) -> list[str]:
     """
     names = {variable(field.name) for field in dataclasses.fields(cls)}
     unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in names)
-    similar = [(name, difflib.get_close_matches(name, names, 1, 0.87)) for name in unknown]
-    return [f"{name}, did you mean {matches[0]}?" for name, matches in similar if matches]
+    # Without the prefix, which makes all short names similar.
+    known = [name.removeprefix(PREFIX) for name in names]
+    similar = [(name, difflib.get_close_matches(name.removeprefix(PREFIX), known, 1, 0.8)) for name in unknown]
+    return [f"{name}, did you mean {PREFIX}{matches[0]}?" for name, matches in similar if matches]

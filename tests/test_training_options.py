@@ -91,7 +91,7 @@ def test_one_process_equals_two_ranks(framework: str, strategy: str, runs: Path)
     np.testing.assert_allclose(losses(pair), losses(alone), rtol=2e-4)
     (one,), (other,) = (read_run(folder)["summary"] for folder in (alone, pair))
     assert other.test_loss == pytest.approx(one.test_loss, rel=1e-3)
-    expected, got = (trained.best_parameters(folder / "checkpoints") for folder in (alone, pair))
+    expected, got = (trained.best_arrays(folder / "checkpoints", statistics=False) for folder in (alone, pair))
     for name, array in expected.items():
         np.testing.assert_allclose(got[name], array, rtol=1e-3, atol=1e-5, err_msg=name)
 
@@ -125,7 +125,7 @@ def test_the_average_follows_the_weights_that_all_ranks_know(framework: str, str
 
 def test_averages_are_evaluated_and_used_for_predictions(runs: Path) -> None:
     """And evaluation losses are not smoothed."""
-    parameters = trained.best_parameters(runs / "table" / "checkpoints")
+    parameters = trained.best_arrays(runs / "table" / "checkpoints", statistics=False)
     _, arrays = saved(runs / "table", 16)
     assert all(np.array_equal(array, arrays[f"average.{name}"]) for name, array in parameters.items())
     assert not all(np.array_equal(array, arrays[f"parameter.{name}"]) for name, array in parameters.items())
@@ -148,7 +148,7 @@ def test_clipping_equals_pytorchs(framework: str, tmp_path: Path) -> None:
     after = {}
     for name, more in (("plain", []), ("clipped", ["--clip-norm", "0.25"]), ("long", ["--clip-norm", "99"])):
         here("tabular", *flags, str(tmp_path / name), *more)
-        after[name] = trained.best_parameters(tmp_path / name / "checkpoints")
+        after[name] = trained.best_arrays(tmp_path / name / "checkpoints", statistics=False)
     parameters = [torch.nn.Parameter(torch.from_numpy(begun[name])) for name in after["plain"]]
     for name, parameter in zip(after["plain"], parameters, strict=True):
         parameter.grad = (parameter.detach() - torch.from_numpy(after["plain"][name])) / lr

@@ -173,7 +173,8 @@ def test_logs_have_each_ranks_output(launcher: str, tmp_path: Path) -> None:
     ]
     done = finished(words)
     assert done.returncode == 0, done.stderr
-    again = f"hvdtrain launch {launcher.replace('.sh', '')} -H localhost:3 --logs {tmp_path} --set 'MINE=m n' -x MY_API_KEY -x THIS"
+    again = f"hvdtrain launch {launcher.replace('.sh', '')} -H localhost:3 --logs {tmp_path}"
+    again += " --set 'MINE=m n' -x MY_API_KEY -x THIS"
     folder = tmp_path if "--gloo" in launcher else tmp_path / "1"
     for rank in range(3):
         # horovodrun writes tags such as [1,0]<stdout>: to the files as well.

@@ -82,12 +82,6 @@ EDITS = [
         "EXTENSIONS = ['torch', 'tensorflow', 'mxnet']",
         "horovodrun loads the first that is there to ask what was built: PyTorch loads faster and in silence",
     ),
-    (
-        "third_party/gloo/gloo/types.h",
-        "#include <iostream>\n",
-        "#include <cstdint>\n#include <iostream>\n",
-        "the headers of GCC 15 no longer bring uint8_t",
-    ),
 ]
 PACKAGES = {"torch": ["torch"], "tensorflow": ["tensorflow", "tensorflow-cpu"]}
 # Causes outside of Horovod: (pattern in the build log, message, exit code)
@@ -275,6 +269,8 @@ def environment(frameworks: list[str], mpi_bin: Path, nccl: dict[str, str], fold
     for name, switch in ("torch", "PYTORCH"), ("tensorflow", "TENSORFLOW"):
         settings[f"HOROVOD_WITH{'' if name in frameworks else 'OUT'}_{switch}"] = "1"
     settings["MAKEFLAGS"] = f"-j{jobs()}"
+    # Horovod and Gloo use both headers in files that do not include them; those of GCC 15 no longer include each other.
+    settings["CXXFLAGS"] = f"{os.environ.get('CXXFLAGS', '')} -include cstdint -include string".strip()
     settings["LDFLAGS"] = f"-Wl,-rpath,'{RUNPATH}'"
     settings["PATH"] = os.pathsep.join([str(mpi_bin), str(Path(sys.executable).parent), os.environ["PATH"]])
     if nccl:  # NVIDIA's wheel has no libnccl.so, which the linker needs

@@ -8,6 +8,7 @@ import importlib
 import io
 import json
 import os
+import re
 import runpy
 import secrets
 import shutil
@@ -318,9 +319,10 @@ def fails(action: Callable[[], object], code: int, *words: str) -> None:
 
 
 def document(done: subprocess.CompletedProcess[str]) -> Any:
-    """The JSON document on stdout, without the prefix that launchers add."""
+    """The JSON document on stdout, without the tags that launchers add, to each part of a line that is long."""
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line[line.index("{") :] for line in done.stdout.splitlines() if "{" in line]
+    output = re.sub(r"\[\d+,\d+\]<stdout>:", "", done.stdout)
+    lines = [line[line.index("{") :] for line in output.splitlines() if "{" in line]
     assert len(lines) == 1, done.stdout
     return json.loads(lines[0])
 

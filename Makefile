@@ -13,7 +13,9 @@ setup:  ## make .venv, or bring it up to date: FRAMEWORKS=torch|tensorflow|torch
 
 demo:  ## train ResNet-34 on real handwritten digits with two Horovod ranks: DEMO_ARGS='--framework tensorflow'
 	@tools/setup.sh $(if $(findstring tensorflow,$(DEMO_ARGS)),,--demo) $(FRAMEWORKS)
-	. .venv/bin/activate && horovodrun -np 2 -H localhost:2 python -m hvdtrain.resnet --epochs 6 --seed 1 $(DEMO_ARGS)
+	. .venv/bin/activate && if command -v horovodrun >/dev/null; then run='horovodrun -np 2 -H localhost:2 python'; \
+	else run='torchrun --nproc-per-node 2' strategy='--strategy hierarchical'; fi && \
+	$$run -m hvdtrain.resnet --epochs 6 --seed 1 $$strategy $(DEMO_ARGS)
 
 test: setup  ## run the tests: TEST_ARGS='tests/test_setup.py -k disk'
 	@# Containers set PYTHONDONTWRITEBYTECODE; then each of some thousand processes would compile the package anew.

@@ -106,10 +106,10 @@ class Launcher:
     name: str
 
     def run(self, arguments: list[str]) -> int:
-        return launch.main([self.name, *arguments])
+        return launch.main([self.name, *arguments], f"hvdtrain launch {self.name}")
 
     def parser(self) -> ArgumentParser:
-        return launch.parser(self.name)
+        return launch.parser(self.name, f"hvdtrain launch {self.name}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -196,7 +196,7 @@ def test_every_format_gives_the_outputs_of_evaluation(name: str, runs: Path, exp
 
 
 def test_logits_of_captions_are_alike_in_all_formats(exported: Path) -> None:
-    """Those of the words that were written, which are their highest logits."""
+    """The highest logit of each word, which is the logit of the word that was written."""
     arrays = [np.load(exported / f"captions.{ending}.npz") for ending in ENDINGS.values()]
     words, logits = arrays[0]["arr_0"], arrays[0]["arr_1"]
     for other in arrays[1:]:

@@ -173,7 +173,7 @@ def test_logs_have_each_ranks_output(launcher: str, tmp_path: Path) -> None:
     ]
     done = finished(words)
     assert done.returncode == 0, done.stderr
-    again = f"hvdtrain launch {launcher.replace('.sh', '')} -H localhost:3 --logs {tmp_path}"
+    again = f"launch/{launcher} -H localhost:3 --logs {tmp_path}"
     again += " --set 'MINE=m n' -x MY_API_KEY -x THIS"
     folder = tmp_path if "--gloo" in launcher else tmp_path / "1"
     for rank in range(3):
@@ -213,7 +213,7 @@ def test_hosts_of_a_slurm_allocation() -> None:
     assert words[words.index("-H") + 1] == "localhost:2"
     options = launch.parser("mpirun").parse_args(["-np", "1", "x"])
     plan, _ = launch.make_plan("mpirun", options, slurm | {"SLURM_JOB_NODELIST": os.uname().nodename})
-    assert launch.typed(plan, options) == "hvdtrain launch mpirun -np 1"
+    assert launch.typed(plan, options) == "launch/mpirun.sh -np 1"
 
 
 @pytest.mark.parametrize(
@@ -430,7 +430,7 @@ def test_a_job_with_fewer_hosts_or_ranks_than_asked_for_is_an_error(
     done = finished([ROOT / "launch" / "mpirun.sh", "--quiet", "-H", hosts, *wrapper, *words])
     ours = {line for line in done.stderr.splitlines() if line.startswith("hvdtrain: ")}
     assert done.returncode == 69, done.stderr
-    assert len(ours) == 1 and f"hvdtrain launch mpirun -H {hosts} {reason}" in ours.pop(), done.stderr
+    assert len(ours) == 1 and f"launch/mpirun.sh -H {hosts} {reason}" in ours.pop(), done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "r").exists()
 
 

@@ -85,4 +85,4 @@ def test_horovodrun_needs_open_mpi_4(cluster: Cluster, mpi: Path) -> None:
     words = job(cluster, mpi, "true")
     words[words.index("mpirun")] = "horovodrun"
     done = subprocess.run(words, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=LIMIT_S)
-    assert done.returncode == 69 and "hint: use `hvdtrain launch mpirun`, or add --gloo" in done.stderr
+    assert done.returncode == 69 and "hint: use launch/mpirun.sh, or add --gloo" in done.stderr

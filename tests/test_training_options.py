@@ -1,5 +1,5 @@
-"""`--clip-norm`, `--ema`, `--augment`, `--label-smoothing` and `--compile`: what they mean, and the laws of runs that
-use all of them."""
+"""`--clip-norm`, `--ema`, `--augment`, `--label-smoothing` and `--compile`: their definitions, and the laws of
+runs that use all of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of two hosts with all options in FRAMEWORK/STRATEGY, and those of ResNet killed and resumed in -cut.
+    """Runs of two hosts with all options in FRAMEWORK/STRATEGY, and ResNet's runs, killed and resumed, in -cut.
 
     Those on tables have no augmentation, and a checkpoint after every step. Their names begin with table-.
     """
@@ -224,7 +224,7 @@ def test_augmentation_is_a_function_of_seed_epoch_and_sample(kinds: str) -> None
                 seen.add((flip, top, left))
                 break
         else:
-            pytest.fail(f"{number} is no crop of its image")
+            pytest.fail(f"{number} is not a crop of its image")
     assert {flip for flip, *_ in seen} == ({False, True} if "flip" in kinds else {False})
     assert {top for _, top, _ in seen} == set(range(2 * down + 1))
     assert np.array_equal(split.samples, images) and images.min() >= 1, "the data set is unchanged"

@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hvdtrain import cli
 from hvdtrain.config import constraints, parser
 from hvdtrain.config.options import TrainConfig
-from hvdtrain.launch.__main__ import parser as launch_parser
 from hvdtrain.results import columns
 from hvdtrain.strategies import registry
 from hvdtrain.strategies.base import Strategy
@@ -107,8 +106,6 @@ def command_line() -> Iterator[str]:
     yield from ("[Options](options.md).", "")
     for words, (about, command) in cli.COMMANDS.items():
         yield from commands(f"hvdtrain {' '.join(words)}", command.parser(), about)
-    yield from commands("launch/mpirun.sh", launch_parser("mpirun"), "start a job with settings that suit the link")
-    yield from ("`launch/horovodrun.sh` has the same options, and `--gloo`.", "")
 
 
 def training_options() -> Iterator[str]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs `make demo` as a normal user in minimal Debian systems, each in a folder of its own (root, debootstrap).
+# Runs `make demo` as a normal user in minimal Debian systems (root, debootstrap).
 #
 #     sudo tools/install_matrix.sh [RELEASE ...]     (default: bookworm trixie testing)
 #

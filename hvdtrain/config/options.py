@@ -85,7 +85,7 @@ class Optimization:
     After each step an exponential moving average of the weights moves towards the weights. It is evaluated, saved
     alongside the weights and used for predictions. In step t the decay is at most (1 + t) / (10 + t), as in TensorFlow,
     so that early weights are forgotten. With local SGD the average follows the weights that all ranks share. BatchNorm
-    uses the running statistics of training; --precise-bn computes those of the averaged weights."""
+    uses the running statistics of training; --precise-bn computes them for the averaged weights."""
     seed: int = bounded(0, least=0)
     """Seed of initial weights and data order"""
     target: str | None = None

@@ -58,7 +58,7 @@ class Split(Protocol):
             yield self.batch(*request)
 
     def part(self, items: NDArray[np.int64], cuts: Sequence[int], rank: int) -> NDArray[np.int64]:
-        """The part of a rank in `items`, which are those of a step over all ranks. `cuts` are the borders of equal or
+        """One rank's part of `items`, the items of a step over all ranks. `cuts` are the borders of equal or
         proportional parts."""
         return items[cuts[rank] : cuts[rank + 1]]
 

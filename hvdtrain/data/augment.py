@@ -1,7 +1,7 @@
 """Random flips and crops of training images (`--augment flip,crop`).
 
-How an image changes is a function of seed, epoch and its index in the split. So it is the same in both frameworks, for
-any number of ranks, and after a resume.
+How an image changes is a function of seed, epoch and its index in the split. The result is the same in both frameworks,
+for any number of ranks, and after a resume.
 
 `flip` mirrors half of the images left to right. `crop` pads the four sides with zeros by an eighth of the height or
 width, and cuts out an image of the original size at a random position. For images of 32x32 that is the usual recipe for
@@ -19,7 +19,7 @@ from hvdtrain.system.exits import BAD_CONFIG, Failure
 
 KINDS = ("flip", "crop")
 STREAM = 0xA06
-"""Distinguishes these random numbers from those of the order, which derive from seed and epoch too"""
+"""Keeps this stream of random numbers apart from the sampling order, which also derives from seed and epoch"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,7 @@ class Stream(OwnSplit):
         return stacked(samples) if self._collate is None else collated(self._collate(samples), len(samples))
 
     def _differs(self, event: str) -> None:
-        hint = "give the same samples each time, and as many as len(), if there is one"
+        hint = "give the same samples each time; their number must equal len() if it is defined"
         raise Failure(f"{self._name}= {event} the expected {self._count:,} samples; hint: {hint}", BAD_DATA)
 
 

@@ -5,9 +5,9 @@ examples:
   hvdtrain export results/RUN --to onnx -o model.onnx
   hvdtrain export results/RUN --to keras -o model.keras --json
 
-The run's best checkpoint is used, and each format is available regardless of the framework that trained the run. The
-model takes raw inputs: its first operation is the preprocessing of the training. A safetensors file contains only
-arrays; its metadata say how to preprocess. The output must not exist yet, and a failed export leaves nothing behind.
+Every format works for runs of both frameworks, and uses the best checkpoint. The model takes raw inputs and
+preprocesses them as in training. A safetensors file contains only arrays; its metadata describe the preprocessing.
+The output must not exist yet, and a failed export leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def unfinished(out: Path, *, is_folder: bool) -> Iterator[Path]:
 
 
 def show(source: Source, options: Any) -> None:
-    """Prints what was written: a line for people, or a JSON document."""
+    """Prints the result: a line for people, or a JSON document."""
     out = options.out
     size = sum(file.stat().st_size for file in (out.rglob("*") if out.is_dir() else [out]) if file.is_file())
     about = source.about(complete=options.to != "safetensors")

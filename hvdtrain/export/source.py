@@ -1,4 +1,4 @@
-"""What an exported model is made from: the arrays of a run, and the meaning of its inputs and outputs.
+"""The source of an exported model: the arrays of a run, and the meaning of its inputs and outputs.
 
 All formats have the same input, in the unit in which the data were recorded: pixels from 0 to 255, the numbers of a CSV
 file, readings in W/m2. Everything after that belongs to the model, except in a safetensors file, which has arrays only.

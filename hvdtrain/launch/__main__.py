@@ -39,13 +39,13 @@ HOROVODRUNS = {"pml", "btl_tcp_if_include"}
 SURVIVE = ("python3", "-P", "-m", "hvdtrain.launch.survive")
 SLEEPER = Path(sys.prefix, "lib", "sleep_when_idle.so")
 EXAMPLES = """examples:
-  hvdtrain launch mpirun -np 2 python -m hvdtrain.resnet     on this machine
-  hvdtrain launch mpirun -H a:2,b:2 --logs logs python -m hvdtrain.resnet --epochs 1
-  hvdtrain launch horovodrun -np 4 --hostfile hosts.txt python -m hvdtrain.resnet
-  hvdtrain launch mpirun python -m hvdtrain.resnet           in a Slurm allocation
-  hvdtrain launch mpirun --dry-run -H a:2,b:2 --rate 10mbit python -m hvdtrain.resnet
+  {program} -np 2 python -m hvdtrain.resnet        on this machine
+  {program} -H a:2,b:2 --logs logs python -m hvdtrain.resnet --epochs 1
+  {program} -np 4 --hostfile hosts.txt python -m hvdtrain.resnet
+  {program} python -m hvdtrain.resnet              in a Slurm allocation
+  {program} --dry-run -H a:2,b:2 --rate 10mbit python -m hvdtrain.resnet
 
-In a checkout, launch/mpirun.sh and launch/horovodrun.sh do the same.
+launch/mpirun.sh and launch/horovodrun.sh of a checkout and `hvdtrain launch` do the same.
 
 SIGTERM, SIGINT and SIGUSR1 make the ranks save a checkpoint and exit with 75. A second SIGTERM or SIGINT ends them
 immediately.
@@ -70,14 +70,17 @@ class Plan:
     mpi: Mpi
 
 
-def parser(launcher: str) -> Parser:
+def parser(launcher: str, program: str | None = None) -> Parser:
+    """`program`: the command as users type it, by default the script of a checkout. It is among the parsed options."""
+    program = program or f"launch/{launcher}.sh"
     top = Parser(
-        prog=f"hvdtrain launch {launcher}",
-        usage=f"hvdtrain launch {launcher} [options] COMMAND [ARGUMENT ...]",
+        prog=program,
+        usage=f"{program} [options] COMMAND [ARGUMENT ...]",
         description=f"Start COMMAND on every rank with {launcher} and settings that suit the link between the hosts.",
-        epilog=EXAMPLES,
+        epilog=EXAMPLES.format(program=program),
         allow_abbrev=False,
     )
+    top.set_defaults(program=program)
     add = top.add_argument
     add(
         "-np",
@@ -191,7 +194,8 @@ def check_mpi(launcher: str, mpi: Mpi, options: argparse.Namespace) -> None:
     """Raises Failure (69, 2) if this launcher cannot start this MPI, or it has no parameters."""
     if launcher == "horovodrun" and (mpi.name == MPICH or mpi.major >= 5):
         message = f"with horovodrun this launcher passes options of Open MPI 4, which {mpi.name} {mpi.major} rejects"
-        raise Failure(f"{message}; hint: use `hvdtrain launch mpirun`, or add --gloo", exits.UNREACHABLE)
+        hint = f"use {options.program.replace('horovodrun', 'mpirun')}, or add --gloo"
+        raise Failure(f"{message}; hint: {hint}", exits.UNREACHABLE)
     if mpi.name == MPICH and options.mca:
         hint = "leave --mca out, or set MPICH's own variables with -x NAME=VALUE"
         raise Failure(f"--mca {options.mca[0][0]}: MPICH has no such parameters; hint: {hint}", exits.USAGE)
@@ -200,7 +204,7 @@ def check_mpi(launcher: str, mpi: Mpi, options: argparse.Namespace) -> None:
 def make_plan(launcher: str, options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[Plan, list[str]]:
     """(the plan, the lines that describe it)."""
     if not options.command:
-        example = f"hvdtrain launch {launcher} -H a:2,b:2 python -m hvdtrain.resnet"
+        example = f"{options.program} -H a:2,b:2 python -m hvdtrain.resnet"
         raise Failure(f"no command given; hint: for example {example}", exits.USAGE)
     if launcher == "horovodrun" and (own := HOROVODRUNS & dict(options.mca).keys()):
         hint = "give --nic for the interface, or use mpirun"
@@ -265,7 +269,7 @@ def typed(plan: Plan, options: argparse.Namespace) -> str:
 
     Variables of -x and secrets appear by name, without their values.
     """
-    words = ["hvdtrain", "launch", plan.launcher]
+    words = options.program.split()
     words += ["--gloo"] if plan.launcher == "horovodrun" and plan.backend == GLOO else []
     if options.hosts or options.hostfile or plan.hosts[0].host == "localhost":
         words += ["-H", hosts.as_argument(plan.hosts)]
@@ -284,8 +288,8 @@ def typed(plan: Plan, options: argparse.Namespace) -> str:
     return shlex.join(without_secrets(words))
 
 
-def start(launcher: str, arguments: list[str], environment: Mapping[str, str]) -> int:
-    options = parser(launcher).parse_args(arguments)
+def start(launcher: str, arguments: list[str], environment: Mapping[str, str], program: str | None) -> int:
+    options = parser(launcher, program).parse_args(arguments)
     options.command = options.command[options.command[:1] == ["--"] :]
     plan, lines = make_plan(launcher, options, environment)
     for line in lines if not options.quiet else []:
@@ -311,13 +315,13 @@ def start(launcher: str, arguments: list[str], environment: Mapping[str, str]) -
     return job.wait()
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], program: str | None = None) -> int:
     """Run `mpirun` or `horovodrun`, followed by options and the ranks' command. Returns the job's exit code."""
     if not arguments or arguments[0] not in ("mpirun", "horovodrun"):
         wants_help = arguments in (["--help"], ["-h"])
-        print(f"{__doc__}\nSee `hvdtrain launch mpirun --help`.", file=sys.stdout if wants_help else sys.stderr)
+        print(f"{__doc__}\nSee launch/mpirun.sh --help.", file=sys.stdout if wants_help else sys.stderr)
         return exits.OK if wants_help else exits.USAGE
-    return start(arguments[0], arguments[1:], os.environ)
+    return start(arguments[0], arguments[1:], os.environ, program)
 
 
 if __name__ == "__main__":

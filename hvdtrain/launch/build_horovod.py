@@ -334,6 +334,9 @@ def check_tools(cache: Path) -> None:
     for tool in "g++", "make":
         if not shutil.which(tool):
             raise Failure(f"no {tool} found; hint: apt-get install g++ make (Debian)")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    if not shutil.which("cmake", path=path):
+        raise Failure("no cmake found; hint: pip install 'hvdtrain[horovod]'", exits.UNREACHABLE)
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
         raise Failure(f"no Python.h in {headers}; hint: apt-get install python3-dev (Debian)")

@@ -31,7 +31,7 @@ from hvdtrain.system.commands import Command
 from hvdtrain.system.proc import ended, stat, strings, tree
 
 STARTERS = ("mpirun", "orterun", "orterun_wrapper", "mpiexec", "prterun", "mpiexec.hydra")
-"""Names of mpirun's process. That of the wheel is a wrapper, and that of Open MPI 5 becomes prterun."""
+"""Process names of mpirun. The wheel's mpirun is a wrapper, and Open MPI 5's becomes prterun."""
 REMOTE_SHELLS = ("ssh", "rsh", "srun", "orted", "prted", "hydra_pmi_proxy")
 ORPHAN_S = 5.0
 """How long mpirun may run after its last rank here has ended, before the launcher checks the other hosts."""

@@ -19,8 +19,8 @@ from hvdtrain.system.commands import CHECKOUT, Command, as_user, calling_user
 SCRIPTS = {
     "tools/cluster.sh": ["hvdtrain.lab"],
     "tools/throttle.sh": ["hvdtrain.lab.throttle"],
-    "launch/mpirun.sh": ["hvdtrain.launch", "mpirun"],
-    "launch/horovodrun.sh": ["hvdtrain.launch", "horovodrun"],
+    "launch/mpirun.sh": ["hvdtrain.cli", "launch", "mpirun"],
+    "launch/horovodrun.sh": ["hvdtrain.cli", "launch", "horovodrun"],
 }
 """Scripts of the checkout, and the modules that they call"""
 

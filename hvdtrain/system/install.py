@@ -1,4 +1,4 @@
-"""How to install what is missing, for error messages: in a checkout, and after `pip install hvdtrain`."""
+"""Hints for error messages on how to install missing packages: in a checkout, and after `pip install hvdtrain`."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def _new(given: Any, *shape: int) -> Any:
     return given.new_empty(shape or given.shape)
 
 
-# --- collectives; each takes a list of tensors too, in place of one ---------------------------------------------------
+# --- collectives: each accepts one tensor or a list of tensors --------------------------------------------------------
 
 
 def allreduce_async(

@@ -32,7 +32,7 @@ def opened(folder: Path, workload: str, *, statistics: bool = False) -> tuple[re
 
 
 def read_manifest(folder: Path) -> records.Manifest:
-    """The manifest of a run folder of any workload. Raises Failure (65, 74, 77) if the folder is not that of a run."""
+    """The manifest of a run folder of any workload. Raises Failure (65, 74, 77) if it is not a run folder."""
     if not folder.is_dir():
         raise Failure(f"{folder} does not exist; hint: give the folder of a run", exits.BAD_DATA)
     return records.read_document(folder / "manifest.json", records.Manifest)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def of_runs(folders: Sequence[str]) -> dict[str, str]:
-    """Each run folder's name; for several runs with the same name as much of their paths as tells them apart."""
+    """Each run folder's name, extended by parent folders if several runs have the same name."""
     parts = {folder: Path(folder).resolve().parts[1:] for folder in folders}
     names = {}
     for folder, path in parts.items():

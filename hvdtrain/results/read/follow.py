@@ -16,7 +16,7 @@ from hvdtrain.system.exits import Failure
 class Follower:
     """Reads what was appended to one JSONL file since the last call.
 
-    The file is opened anew each time, because NFS shows the writes of another host only to a file that is opened later.
+    The file is opened each time, because NFS shows the writes of another host only to a file that is opened later.
     """
 
     def __init__(self, path: Path, last_bytes: int | None = None) -> None:

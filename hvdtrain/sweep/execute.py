@@ -90,7 +90,7 @@ def exclusive(root: Path) -> Iterator[tuple[int, ...]]:
         try:
             handles.append(files.open_lock(path))
         except OSError as error:
-            hint = "hint: remove it, or set TMPDIR to a folder of your own"
+            hint = "remove it, or set TMPDIR to a folder of your own"
             raise files.refused(path, error, exits.CANNOT_WRITE, hint) from error
         for handle, what in zip(handles, (f"a sweep into {root}", "another sweep"), strict=True):
             try:

@@ -47,7 +47,7 @@ def export(loaded: Loaded, to: str, path: Path | None) -> None:
 
 def write(path: Path, content: bytes) -> None:
     """Writes a file atomically. Raises Failure (73)."""
-    files.put(Path(os.path.realpath(path)), content, "hint: name a writable folder")
+    files.put(Path(os.path.realpath(path)), content, "name a writable folder")
 
 
 def _csv(runs: pd.DataFrame) -> str:

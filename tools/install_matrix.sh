@@ -1,13 +1,21 @@
 #!/usr/bin/env bash
 # Runs `make demo` as a normal user in minimal Debian systems (root, debootstrap).
 #
-#     sudo tools/install_matrix.sh [RELEASE ...]     (default: bookworm trixie testing)
+#     sudo tools/install_matrix.sh [RELEASE ...]                    (default: bookworm trixie testing)
+#     sudo HVDTRAIN_MPI=system tools/install_matrix.sh trixie       with the system's own Open MPI; the demo uses mpirun
 #
 # The packages come from the mirror in this machine's apt settings, and Python's from its pip settings. The log of each
 # system stays in results/install-RELEASE.log. The exit code is the number of systems in which the demo failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 user=tester needed=git,make,g++,python3-venv,python3-dev,ca-certificates failed=0 root=''
+
+run='make demo'
+if [[ ${HVDTRAIN_MPI:-} == system ]]; then
+    needed+=,openmpi-bin,libopenmpi-dev,openssh-client
+    run='make setup FRAMEWORKS=torch && . .venv/bin/activate && mpirun --version | head -n 1 &&
+        launch/mpirun.sh -H localhost:2 python -m hvdtrain.resnet --epochs 6 --seed 1'
+fi
 
 fail() { printf 'install-matrix: %s\n' "$1" >&2 && exit 69; }
 ((EUID == 0)) || fail "needs root for chroot; hint: sudo make install-matrix"
@@ -34,11 +42,11 @@ demo() { # in a fresh system of this release
     for name in $(compgen -e); do
         case $name in
         PIP_FIND_LINKS | PIP_CONFIG_FILE) ;; # paths on this machine
-        PIP_* | *_proxy | *_PROXY | TORCH_INDEX) settings+=("$name=${!name}") ;;
+        PIP_* | *_proxy | *_PROXY | TORCH_INDEX | HVDTRAIN_MPI) settings+=("$name=${!name}") ;;
         esac
     done
     chroot "$root" runuser -u "$user" -- env -i "HOME=/home/$user" PATH=/usr/local/bin:/usr/bin:/bin LANG=C.UTF-8 \
-        "${settings[@]}" bash -c "cd ~/hvdtrain && python3 --version && g++ --version | head -n 1 && make demo"
+        "${settings[@]}" bash -c "cd ~/hvdtrain && python3 --version && g++ --version | head -n 1 && $run"
 }
 
 mkdir -p results

@@ -10,9 +10,9 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 user=tester needed=git,make,g++,python3-venv,python3-dev,ca-certificates failed=0 root=''
 
-run='make demo'
+run='make demo' mpi=()
 if [[ ${HVDTRAIN_MPI:-} == system ]]; then
-    needed+=,openmpi-bin,libopenmpi-dev,openssh-client
+    mpi=(openmpi-bin libopenmpi-dev openssh-client)
     run='make setup FRAMEWORKS=torch && . .venv/bin/activate && mpirun --version | head -n 1 &&
         launch/mpirun.sh -H localhost:2 python -m hvdtrain.resnet --epochs 6 --seed 1'
 fi
@@ -36,6 +36,10 @@ demo() { # in a fresh system of this release
     debootstrap --variant=minbase --include="$needed" "$1" "$root" "$mirror" || return
     mount -t proc proc "$root/proc" && mount --rbind /dev "$root/dev" && mount --make-rslave "$root/dev" || return
     cp -L /etc/resolv.conf /etc/hosts "$root/etc/" && cp -L /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/" || return
+    if ((${#mpi[@]})); then
+        chroot "$root" apt-get update -qq &&
+            chroot "$root" apt-get install -y -qq --no-install-recommends "${mpi[@]}" || return
+    fi
     chroot "$root" useradd --create-home "$user"
     git clone --quiet --no-hardlinks . "$root/home/$user/hvdtrain" && chroot "$root" chown -R "$user:" "/home/$user"
     local settings=() name

@@ -281,7 +281,11 @@ def _from_run(options: Any, counts: Sequence[int] | None, rates: Sequence[int] |
     if missing and made.machine.get("processor") != profile.machine()["processor"]:
         notes.append("the cost of coding was measured on this machine, which has another processor than the run's")
     options.ranks_per_host = hosts[0].ranks
-    if rates is None and len(hosts) > 1 and counts is None:
+    if len(hosts) > 1 and not run.links:
+        notes = ["the run did not measure its links, so predictions are not adjusted to its step time"]
+        if rates is None:
+            raise Failure(f"{run.folder}: the run did not measure its links; hint: add --rates", exits.BAD_DATA)
+    elif rates is None and len(hosts) > 1 and counts is None:
         return _own_hosts(made, run, hosts, able, refused=refused, notes=notes)
     counts = counts or sorted({1, len(hosts)})
     rates = rates or [10_000_000, 100_000_000, 1_000_000_000]

@@ -41,7 +41,7 @@ def measured(links: Sequence[Mapping[str, Any]], latency_s: float = LATENCY_S) -
     rates = {link["host"]: link["goodput_mbit"] * 125e3 for link in links if link.get("goodput_mbit")}
     if not rates:
         return {}
-    into = {link["goodput_to"]: rates[link["host"]] for link in links if link["host"] in rates}
+    into = {link.get("goodput_to"): rates[link["host"]] for link in links if link["host"] in rates}
     slowest = min(rates.values())
     hosts = [link["host"] for link in links]
     return {h: Link(up=rates.get(h, slowest), down=into.get(h, slowest), latency_s=latency_s) for h in hosts}

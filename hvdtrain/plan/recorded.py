@@ -42,16 +42,14 @@ class Recorded(NamedTuple):
     def global_batch(self) -> int:
         return int(self.manifest.plan["global_batch"])
 
+    @property
+    def links(self) -> dict[str, Link]:
+        """The links that the run measured, by host."""
+        return network.measured(self.manifest.links)
+
     def hosts(self) -> list[Host]:
-        """Return the hosts of the run with the goodput that it measured. Raises Failure (65) if it measured none."""
-        manifest = self.manifest
-        links = network.measured(manifest.links)
-        if len(manifest.hosts) > 1 and not links:
-            raise Failure(
-                f"{self.folder}: the run did not measure its links; hint: plan with --rates alone, or record it again",
-                exits.BAD_DATA,
-            )
-        hosts = []
+        """Return the hosts of the run, with fast links where it measured none."""
+        manifest, links, hosts = self.manifest, self.links, []
         for name in manifest.hosts:
             mine = [rank for rank in manifest.ranks if rank.get("host") == name]
             link = links.get(name, Link.of_rate(10e9))
@@ -86,7 +84,7 @@ def as_profile(
     """Return a profile whose prediction for the run's own hosts and strategy is the recorded step time.
 
     Without a profile of its own, a run has one batch size, so other batches are taken to cost in proportion. What the
-    simulation does not explain is added to each prediction for several hosts.
+    simulation does not explain is added to each prediction for several hosts, if the run measured its links.
     """
     manifest = run.manifest
     rank = manifest.ranks[0]
@@ -103,6 +101,8 @@ def as_profile(
         points=[Point(batch=batch, backward_s=run.compute_s, update_s=0.0, variation=0.0, steps=1)],
     )
     made = profile.with_coding(made, coding_s)
+    if len(hosts) > 1 and not run.links:
+        return made
     own = prediction.predict(made, run.exchange, hosts, run.global_batch)
     if len(hosts) == 1:
         factor = run.step_s / own.step_s

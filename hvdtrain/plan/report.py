@@ -121,6 +121,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "schema": "hvdtrain/plan/1",
         "model": plan.profile.model,
         "machine": plan.profile.machine,
+        "shapes": plan.profile.shapes,
         "one_host": {**plan.one.as_json(plan.one), "epoch_s": plan.profile.epoch_samples / plan.one.samples_per_s},
         "networks": [
             {

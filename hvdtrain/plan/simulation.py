@@ -95,13 +95,13 @@ class Processor:
         """Running work: core seconds that remain, and threads"""
         self._since, self._version = 0.0, 0
 
-    def run(self, alone_s: float, threads: float) -> simpy.Event:
-        """Return the event at which work has ended that takes `alone_s` with this number of threads."""
+    def run(self, core_s: float, threads: float) -> simpy.Event:
+        """Return the event at which work of `core_s` core seconds has ended, on this number of threads."""
         done = self._env.event()
-        if alone_s <= 0:
+        if core_s <= 0:
             return done.succeed()
         self._advance()
-        self._work[done] = [alone_s * min(threads, self._cores), threads]
+        self._work[done] = [core_s, threads]
         self._schedule()
         return done
 
@@ -150,16 +150,17 @@ class _Simulation:
 
     def _compute(self, index: int, node: Node, processor: Processor) -> Generator[Any, Any, None]:
         traffic, generator = self.traffic, random.Random(f"{SEED} {index}")
+        used = min(node.threads, node.cores)
         for step in range(self.steps):
             number, rest = divmod(step + 1, traffic.every)
             due = not rest and bool(traffic.messages)
             slowness = self._slowness(node, self.copies[index], generator.random())
             for before, fraction in itertools.pairwise([0.0, *self._fractions]):
-                yield processor.run(node.backward_s * slowness * (fraction - before), node.threads)
+                yield processor.run(used * node.backward_s * slowness * (fraction - before), node.threads)
                 if due and not traffic.after_update:
                     self._event("ready", index, number, fraction).succeed()
             if traffic.after_update:
-                yield processor.run(node.update_s, node.threads)
+                yield processor.run(used * node.update_s, node.threads)
                 if due:
                     for fraction in self._fractions:
                         self._event("ready", index, number, fraction).succeed()
@@ -169,7 +170,7 @@ class _Simulation:
                 yield self._event("done", index, arriving)
             self.waited[index].append(self.env.now - began)
             if not traffic.after_update:
-                yield processor.run(node.update_s, node.threads)
+                yield processor.run(used * node.update_s, node.threads)
             self.ends[index].append(self.env.now)
 
     def _slowness(self, node: Node, copies: float, drawn: float) -> float:

@@ -14,7 +14,7 @@ from hvdtrain.comm.world import RankGroup
 from hvdtrain.data import Batch
 from hvdtrain.data.loader import Loader
 from hvdtrain.plan import choice, coding, profile
-from hvdtrain.plan.prediction import reducers
+from hvdtrain.plan.prediction import EXACT_REDUCER, reducers
 from hvdtrain.plan.profile import Probe, Profile
 from hvdtrain.strategies import automatic, parse
 from hvdtrain.system import exits
@@ -125,7 +125,7 @@ def with_strategy(job: Job, model: Maker) -> Job:
     exchanges = choice.candidates(rule, config)
     first = job.ranks.local_rank == 0 and job.ranks.hosts_count > 1
     used = [job.run.plan.rank_batch] if job.ranks.hosts_count > 1 else []
-    chosen = choice.Chosen(choice.EXACT_REDUCER, "one host: nothing is sent over the network")
+    chosen = choice.Chosen(EXACT_REDUCER, "one host: nothing is sent over the network")
     if used:
         own = measured(job, model, used, reducers(exchanges) if first else (), AUTO_STEPS_S, AUTO_CODING_S)
         chosen = choice.choose(own, job.ranks, exchanges, job.run.plan.global_batch)

@@ -48,8 +48,19 @@ KEPT = ("run_dir", "resume", "strategy", "json", "dry_run", "debug", "monitor", 
 """Options of a recorded run that a plan does not need"""
 
 
+class PlanParser(Parser):
+    """Leaves options that it does not know to the workload, in `flags`."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, flags = self.parse_known_args(args, namespace)
+        if flags and not options.workload:
+            self.error(f"unrecognized arguments: {' '.join(flags)}")
+        options.flags = flags
+        return options
+
+
 def parser() -> Parser:
-    top = Parser(prog="hvdtrain plan", description=PURPOSE, allow_abbrev=False)
+    top = PlanParser(prog="hvdtrain plan", description=PURPOSE, allow_abbrev=False)
     top.add_argument("workload", nargs="?", help="a workload: see `hvdtrain train`")
     top.add_argument("--from", dest="run", type=Path, metavar="RUN", help="plan from the run in this folder")
     top.add_argument(
@@ -74,7 +85,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    options, flags = parser().parse_known_args(list(arguments))
+    options = parser().parse_args(list(arguments))
     if bool(options.workload) == bool(options.run):
         raise Failure("hvdtrain plan: name a workload, or give --from RUN (see hvdtrain plan --help)", exits.USAGE)
     if launch_env().size > 1:
@@ -87,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
         raise Failure("--ranks-per-host and --cores: hint: give a number above 0", exits.USAGE)
     counts = counts_of(options.hosts) if options.hosts else None
     rates = rates_of(options.rates) if options.rates else None
-    plan = _from_run(options, counts, rates) if options.run else _from_workload(options, flags, counts, rates)
+    plan = _from_run(options, counts, rates) if options.run else _from_workload(options, counts, rates)
     if options.figure:
         files.put(options.figure, style.encode(report.figure(plan), options.figure.suffix[1:]), "choose another path")
     print(json.dumps(report.as_json(plan)) if options.json else report.text(plan))
@@ -241,13 +252,11 @@ def _plan(
     return Plan(profile=made, one=dataclasses.replace(one, steps_factor=(1.0, 1.0)), networks=networks, **more)
 
 
-def _from_workload(
-    options: Any, flags: Sequence[str], counts: Sequence[int] | None, rates: Sequence[int] | None
-) -> Plan:
+def _from_workload(options: Any, counts: Sequence[int] | None, rates: Sequence[int] | None) -> Plan:
     counts, rates = counts or [1, 2, 4, 8], rates or [10_000_000, 100_000_000, 1_000_000_000]
     wanted = [parse(name) for name in options.strategy or (*learning.CANDIDATES, *learning.OTHERS)]
     profiler = _Profiler(options, counts, prediction.reducers(wanted))
-    observe(options.workload, flags, profiler)
+    observe(options.workload, options.flags, profiler)
     assert profiler.profile is not None and profiler.config is not None
     able, refused = exchanges_of(options, profiler.config)
     return _plan(profiler.profile, profiler.config, options, counts, rates, able, refused=refused)

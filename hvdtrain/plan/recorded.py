@@ -15,6 +15,7 @@ from hvdtrain.plan.network import Link
 from hvdtrain.plan.prediction import Host
 from hvdtrain.plan.profile import Point, Profile
 from hvdtrain.results.read import run as run_reader
+from hvdtrain.results.read.folders import exists
 from hvdtrain.strategies.spec import Exchange, parse
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -60,7 +61,7 @@ class Recorded(NamedTuple):
 def read(folder: Path) -> Recorded:
     """Read a run folder. Raises Failure (65, 74, 77) if it holds no finished run of a workload in one stage."""
     path = folder / "manifest.json"
-    if not path.exists():
+    if not exists(path):
         raise Failure(
             f"{folder}: not a run folder (no manifest.json); hint: see `hvdtrain results list`", exits.BAD_DATA
         )
@@ -75,7 +76,7 @@ def read(folder: Path) -> Recorded:
             exits.BAD_DATA,
         )
     own = folder / profile.NAME
-    return Recorded(folder, manifest, step_s, compute_s, profile.read(own) if own.exists() else None)
+    return Recorded(folder, manifest, step_s, compute_s, profile.read(own) if exists(own) else None)
 
 
 def as_profile(

@@ -16,7 +16,7 @@ from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.comm.lifecycle import StopSignal
 from hvdtrain.config import workloads
 from hvdtrain.config.options import TrainConfig
-from hvdtrain.plan import coding, learning, prediction, profile, recorded, report
+from hvdtrain.plan import coding, learning, prediction, probe, profile, recorded, report
 from hvdtrain.plan.network import LATENCY_S, Link
 from hvdtrain.plan.prediction import Host
 from hvdtrain.plan.profile import Profile
@@ -40,7 +40,7 @@ of the workload. With --from, a recorded run takes the place of the profile.
 
 examples:
   hvdtrain plan resnet --hosts 1..16 --rates 10mbit,100mbit,1gbit --width 0.25
-  hvdtrain plan resnet --hosts 1,2,4 --rates 1gbit --global-batch-size 128 --json
+  hvdtrain plan resnet -H a:1,b:1,c:1 --global-batch-size 128
   hvdtrain plan --from results/RUN --hosts 2,8 --rates 10mbit
 """
 MOST_HOSTS = 10_000
@@ -66,6 +66,7 @@ def parser() -> Parser:
     top.add_argument(
         "--hosts", default=None, metavar="LIST", help="numbers of hosts: 1..16 or 1,2,4 (default: 1,2,4,8)"
     )
+    top.add_argument("-H", dest="cluster", metavar="A:2,B:2", help="measure the links of these hosts over ssh")
     top.add_argument(
         "--rates", default=None, metavar="LIST", help="rates of every host's link (default: 10mbit,100mbit,1gbit)"
     )
@@ -96,6 +97,8 @@ def main(arguments: Sequence[str]) -> int:
         raise Failure(f"--latency {options.latency:g}: hint: give milliseconds, 0 or more", exits.USAGE)
     if not 1 <= options.ranks_per_host <= 1024 or (options.cores is not None and not options.cores > 0):
         raise Failure("--ranks-per-host and --cores: hint: give a number above 0", exits.USAGE)
+    if options.cluster and (options.run or options.hosts or options.rates):
+        raise Failure("-H cannot be combined with --from, --hosts or --rates; hint: leave them out", exits.USAGE)
     counts = counts_of(options.hosts) if options.hosts else None
     rates = rates_of(options.rates) if options.rates else None
     plan = _from_run(options, counts, rates) if options.run else _from_workload(options, counts, rates)
@@ -254,11 +257,16 @@ def _plan(
 
 def _from_workload(options: Any, counts: Sequence[int] | None, rates: Sequence[int] | None) -> Plan:
     counts, rates = counts or [1, 2, 4, 8], rates or [10_000_000, 100_000_000, 1_000_000_000]
+    cluster = probe.hosts_of(options.cluster) if options.cluster else []
+    if cluster:
+        counts, options.ranks_per_host = list(range(1, len(cluster) + 1)), max(host.ranks for host in cluster)
     wanted = [parse(name) for name in options.strategy or (*learning.CANDIDATES, *learning.OTHERS)]
     profiler = _Profiler(options, counts, prediction.reducers(wanted))
     observe(options.workload, options.flags, profiler)
     assert profiler.profile is not None and profiler.config is not None
     able, refused = exchanges_of(options, profiler.config)
+    if cluster:
+        return _cluster(profiler.profile, profiler.config, cluster, able, refused=refused)
     return _plan(profiler.profile, profiler.config, options, counts, rates, able, refused=refused)
 
 
@@ -299,6 +307,21 @@ def _from_run(options: Any, counts: Sequence[int] | None, rates: Sequence[int] |
     counts = counts or sorted({1, len(hosts)})
     rates = rates or [10_000_000, 100_000_000, 1_000_000_000]
     return _plan(made, config, options, counts, rates, able, refused=refused, notes=notes)
+
+
+def _cluster(
+    made: Profile, config: TrainConfig, hosts: Sequence[Host], exchanges: Sequence[Exchange], **more: Any
+) -> Plan:
+    """Plan for the first hosts of a cluster whose links were measured, and for all of them."""
+
+    def predictions(some: Sequence[Host]) -> list[prediction.Prediction]:
+        batch = global_batch(config, sum(host.ranks for host in some))
+        return [prediction.predict(made, each, some, batch) for each in exchanges]
+
+    one = dataclasses.replace(predictions(hosts[:1])[0], steps_factor=(1.0, 1.0))
+    counts = {count: predictions(hosts[:count]) for count in range(2, len(hosts) + 1)}
+    rates = ", ".join(f"{host.name} {8e-6 * host.link.up:.3g} up, {8e-6 * host.link.down:.3g} down" for host in hosts)
+    return Plan(profile=made, one=one, networks={"measured links": counts}, notes=[f"Mbit/s: {rates}"], **more)
 
 
 def _own_hosts(

@@ -165,15 +165,17 @@ def timed(
     """
     wanted = sorted(set(sizes))
     points, ready = [], list[float]()
-    for number, size in enumerate(wanted):
+    for size in wanted:
         limit_s = budget_s / len(wanted)
         rows = list[tuple[float, float, list[float]]]()
-        began = time.perf_counter()
+        first = began = time.perf_counter()
         endless = itertools.chain.from_iterable(batches(size) for _ in itertools.count())
         for step in range(WARM_UP_STEPS + MOST_STEPS):
             if step == WARM_UP_STEPS:
                 began = time.perf_counter()
-            if len(rows) > WARM_UP_STEPS + (number == 0) and time.perf_counter() - began > limit_s:
+            now = time.perf_counter()
+            enough = step > WARM_UP_STEPS and now - began > limit_s
+            if enough or (step > 1 and now - first > 2 * limit_s):  # a step may take longer than the limit
                 break
             start = time.perf_counter()
             probe.ready_s = []
@@ -185,7 +187,7 @@ def timed(
             replica.synchronize()
             shares = [(at - start) / (middle - start) for at in probe.ready_s]
             rows.append((middle - start, time.perf_counter() - middle, shares))
-        rows = rows[WARM_UP_STEPS:]
+        rows = rows[min(WARM_UP_STEPS, len(rows) - 1) :]
         whole = sorted(backward + update for backward, update, _ in rows)
         quarter = len(whole) // 4
         mean_s = statistics.mean(whole)

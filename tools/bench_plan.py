@@ -46,10 +46,10 @@ NAMES = ("a", "b", "c", "d")
 CORES = "0.5"
 CELL_S = 8.0
 """Aim for the steps of a cell"""
-LEAST_STEPS, MOST_STEPS = 10, 48
+BATCH, LEAST_STEPS, MOST_STEPS = 32, 8, 44  # an epoch of the digits has 44 steps
 MODELS = {
-    "resnet": ["resnet", "--width", "0.25", "--image-size", "64", "--global-batch-size", "64", "--data", "digits"],
-    "small": ["resnet", "--width", "0.125", "--image-size", "32", "--global-batch-size", "64", "--data", "digits"],
+    "resnet": ["resnet", "--width", "0.25", "--image-size", "96", "--global-batch-size", "32"],
+    "small": ["resnet", "--width", "0.125", "--image-size", "64", "--global-batch-size", "32"],
 }
 
 
@@ -97,7 +97,7 @@ def predictions_of(plan: Any, options: argparse.Namespace) -> list[dict[str, Any
 
 
 def run(options: argparse.Namespace, row: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Run a cell and return its row with what was recorded."""
+    """Run a cell and return its row with the recorded times and bytes."""
     steps = int(max(LEAST_STEPS, min(MOST_STEPS, CELL_S / row["predicted_s"])))
     steps -= steps % 4  # whole rounds of local steps
     hosts = ",".join(f"{name}:1" for name in NAMES[: row["hosts"]])
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace, row: dict[str, Any], folder: Path) -> dict[
     path = folder / name
     workload, *flags = MODELS[options.model]
     train = ["-m", f"hvdtrain.{workload}", *flags, "--strategy", row["strategy"], "--epochs", "1"]
-    train += ["--epoch-samples", str(64 * steps), "--run-dir", str(path), "--checkpoint-epochs", "0"]
+    train += ["--epoch-samples", str(BATCH * steps), "--run-dir", str(path), "--checkpoint-epochs", "0"]
     train += ["--evaluate-samples", "16", "--json", "--warmup-epochs", "0"]
     words = ["launch/mpirun.sh", "-H", hosts, sys.executable, *train]
     done = subprocess.run(on_host(options.name, "a", words), cwd=ROOT, capture_output=True, text=True, check=False)
@@ -125,7 +125,7 @@ def run(options: argparse.Namespace, row: dict[str, Any], folder: Path) -> dict[
 
 
 def report(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the errors of each cell, and what they amount to."""
+    """Return the errors of each cell, and a summary."""
     found = pd.DataFrame([row for row in rows if "recorded_s" in row])
     if found.empty:
         raise Failure("bench_plan: no cell was recorded; hint: see the problems above")

@@ -77,7 +77,7 @@ def parser() -> Parser:
         "--latency", type=float, default=1e3 * LATENCY_S, metavar="MS", help="of a message (default: %(default)g ms)"
     )
     top.add_argument("--ranks-per-host", type=int, default=1, metavar="N", help="(default: 1)")
-    top.add_argument("--cores", type=float, metavar="N", help="cores of each host (default: as many as here)")
+    top.add_argument("--cores", type=float, metavar="N", help="cores of each host (default: those of this machine)")
     top.add_argument("--strategy", action="append", metavar="S", help="predict this one; give it again for more")
     top.add_argument("--figure", type=Path, metavar="FILE", help="draw time against hosts: .svg, .png or .pdf")
     top.add_argument("--fresh", action="store_true", help="profile again, although there is a profile")
@@ -157,7 +157,7 @@ class _Profiler(profiled.Observer):
 
 
 class _Describer(profiled.Observer):
-    """Notes what a workload is, and ends it before a framework is loaded."""
+    """Notes the model of a workload, and ends it before a framework is loaded."""
 
     shapes: list[Shape]
     model: str

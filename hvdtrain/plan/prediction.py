@@ -28,7 +28,7 @@ class Host:
     link: Link
     ranks: int = 1
     cores: float | None = None
-    """None: as many as the profiled host has"""
+    """None: the cores of the profiled host"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Prediction:
         return self.global_batch / self.step_s
 
     def speedup(self, one: Prediction) -> float:
-        """Return the ratio of samples per second to those of one host."""
+        """Return the samples per second relative to one host."""
         return self.samples_per_s / one.samples_per_s
 
     def speedup_to_target(self, one: Prediction) -> tuple[float, float] | None:
@@ -107,7 +107,7 @@ def _local_s(profile: Profile, host: Host) -> float:
 
 
 def predict(profile: Profile, exchange: Exchange, hosts: Sequence[Host], global_batch: int) -> Prediction:
-    """Predict a training step. Raises ValueError if the profile lacks the strategy's cost of coding."""
+    """Predict a training step. Raises ValueError without the cost of coding of the strategy."""
     ranks = sum(host.ranks for host in hosts)
     nodes = nodes_of(profile, hosts, global_batch / ranks)
     return predicted(profile, exchange, hosts, nodes, global_batch)
@@ -210,7 +210,7 @@ def _divided(profile: Profile, phase: Phase) -> list[tuple[float, float]]:
 
 
 def _bottleneck(nodes: Sequence[Node], traffic: Traffic, step_s: float, computing_s: float, coding_s: float) -> str:
-    """Name what a faster part would have to replace."""
+    """Name the part that limits the step."""
     if len(nodes) == 1 or step_s - computing_s < MOST_WASTE * step_s:
         slowest = max(nodes, key=lambda node: node.backward_s + node.update_s)
         return _of("computation", slowest.name, [node.backward_s + node.update_s for node in nodes])

@@ -1,4 +1,4 @@
-"""A recorded run as a profile: what it would take with other strategies, rates or hosts."""
+"""A recorded run as a profile, to plan other strategies, rates or hosts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hvdtrain.system.exits import Failure
 
 
 class Recorded(NamedTuple):
-    """What a plan needs from a run."""
+    """A run folder, and its mean times of a step."""
 
     folder: Path
     manifest: records.Manifest

@@ -83,7 +83,7 @@ class Timeline:
 
     step_s: float
     waiting_s: float
-    """In which the computation of a host waits for its exchange; mean over hosts"""
+    """Waiting of a host for its exchange, mean over hosts"""
 
 
 class Processor:

@@ -42,7 +42,7 @@ _observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
 
 
 class Done(BaseException):
-    """An observer has what it needs, and the workload ends. Not an Exception, so that no workload handles it."""
+    """An observer ends the workload. Not an Exception, so that no workload handles it."""
 
 
 @contextlib.contextmanager

@@ -20,6 +20,8 @@ from hvdtrain.plan.network import Link, measured
 from hvdtrain.plan.prediction import Host
 from hvdtrain.plan.profile import Point, Profile
 from hvdtrain.plan.simulation import Message, Node, Traffic, simulate
+from hvdtrain.plan.stages import Stage
+from hvdtrain.plan.stages import step_s as pipeline_s
 from hvdtrain.strategies.automatic import rule
 from hvdtrain.strategies.cost import Layout
 from hvdtrain.strategies.spec import parse
@@ -137,6 +139,18 @@ def test_a_thousand_unequal_hosts_are_simulated() -> None:
     assert simulate([*many, slowest], Traffic(messages=(message,))).step_s == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("count", "parts"), [(2, 4), (4, 4), (3, 8)])
+def test_a_pipeline_without_network_takes_the_closed_form(count: int, parts: int) -> None:
+    def step_s(link: Link, sent: float = 1e4) -> float:
+        each = Stage(link=link, forward_s=0.01, backward_s=0.02, update_s=0.0, sent=sent)
+        return pipeline_s([each] * (count - 1) + [dataclasses.replace(each, sent=0.0)], parts)
+
+    ideal_s = (parts + count - 1) * 0.03
+    assert step_s(Link.of_rate(1e12, latency_s=0.0)) == pytest.approx(ideal_s, rel=1e-4)
+    assert step_s(SLOW, 1e6) >= max(ideal_s, parts * SLOW.seconds(1e6, 1e6))
+    assert step_s(SLOW) <= step_s(Link.of_rate(1e6))
+
+
 # --- predictions ------------------------------------------------------------------------------------------------------
 
 
@@ -201,6 +215,7 @@ def test_rules_limit_what_auto_may_choose() -> None:
         return [str(each) for each in choice.candidates(found, config)]
 
     assert names("auto") == list(learning.CANDIDATES)
+    assert set(learning.CANDIDATES).isdisjoint(learning.OTHERS)
     assert names("auto:exact") == ["hierarchical"]
     allowed = ["powersgd:rank=4", "local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4"]
     assert names("auto:within=0.3") == ["hierarchical", *allowed]

@@ -142,7 +142,7 @@ class _Profiler(profiled.Observer):
     def modelled(self, job: Job, model: profiled.Maker) -> None:
         ranks = self._options.ranks_per_host
         config, key = job.run.config, profiled.key(job)
-        batches = [global_batch(config, count * ranks) // (count * ranks) for count in self._counts]
+        batches = [global_batch(config, count * ranks) // (count * ranks) for count in {1, *self._counts}]
         sizes = profile.sizes_of(batches, len(job.dataset.train))
         kept = None if self._options.fresh else profile.cached(key)
         if kept is None or kept.points[0].batch > min(sizes) or kept.points[-1].batch < max(sizes):
@@ -240,16 +240,15 @@ def _plan(
     if not known:
         raise Failure("no cost of coding could be measured in time; hint: give fewer --strategy", exits.FAILED)
     one = prediction.predict(made, known[0], _hosts(options, rates[0], 1), global_batch(config, ranks))
+
+    def predictions(rate: int, count: int) -> list[prediction.Prediction]:
+        hosts, batch = _hosts(options, rate, count), global_batch(config, count * ranks)
+        staged = prediction.predict_stages(made, hosts, batch) if ranks == 1 and not options.strategy else None
+        found = [prediction.predict(made, each, hosts, batch) for each in known]
+        return found + ([staged] if staged else [])
+
     networks = {
-        show_rate(rate): {
-            count: [
-                prediction.predict(made, each, _hosts(options, rate, count), global_batch(config, count * ranks))
-                for each in known
-            ]
-            for count in counts
-            if count > 1
-        }
-        or {1: [one]}
+        show_rate(rate): {count: predictions(rate, count) for count in counts if count > 1} or {1: [one]}
         for rate in rates
     }
     return Plan(profile=made, one=dataclasses.replace(one, steps_factor=(1.0, 1.0)), networks=networks, **more)

@@ -32,11 +32,14 @@ RECORDED = {
     "powersgd:rank=4": Learning((1.0, 1.4), 0.20),
     "local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4": Learning((0.9, 1.2), 0.14),
     "local-sgd:every=4,staleness=2+powersgd:rank=12,bits=4": Learning((0.9, 1.2), 0.47),
+    "int4": Learning((1.0, 1.2), None),  # these three: one seed
+    "topk": Learning((1.1, 1.4), None),
+    "local-sgd:every=4+int8": Learning((1.1, 1.3), None),
 }
 OTHERS = ("int4", "topk", "local-sgd:every=4+int8")
-"""Strategies that are worth a prediction of seconds per step although their learning is less well known"""
-CANDIDATES = tuple(name for name in RECORDED if name not in ("allreduce", "native"))
-"""What `--strategy auto` chooses from"""
+"""Strategies that a plan shows although their learning is less well known"""
+CANDIDATES = tuple(name for name in RECORDED if name not in ("allreduce", "native", *OTHERS))
+"""The strategies from which `--strategy auto` chooses"""
 
 
 def of(exchange: Exchange) -> Learning | None:

@@ -38,6 +38,7 @@ CODING_S = 15.0
 """Time for measuring reducers"""
 WARM_UP_STEPS = 2
 MOST_STEPS = 40
+AVERAGINGS = 4
 FORWARD = 1 / 3
 """Share of forward in forward and backward, if it was not measured: backward multiplies twice as often"""
 
@@ -69,10 +70,14 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """What else the times depend on: framework, precision, device ..."""
     shapes: list[list[int]]
     """Shapes of the trainable arrays in a replica's vector"""
+    layers: list[tuple[int, float]] = []
+    """For each layer, the numbers of its output and its multiply-adds for one sample; empty: no pipeline stages"""
     epoch_samples: int
     threads: int
     points: list[Point]
     """In ascending order of the batch"""
+    averaging_s: float = 0.0
+    """Time that local SGD adds to a step that averages weights, without the exchange"""
     ready: list[float] = []
     """Share of forward and backward after which each bucket of gradients is ready; empty if it was not measured"""
     coding_s: dict[str, float] = {}
@@ -199,6 +204,19 @@ def timed(
         )
         ready = [statistics.mean(each) for each in zip(*(row[2] for row in rows), strict=True)]
     return points, ready
+
+
+def averaging_s(replica: Any, local: Strategy, batch: Batch, update_s: float) -> float:
+    """Return the time that a step of local SGD in a single process takes in addition to the optimizer."""
+    seconds = []
+    for _ in range(AVERAGINGS):
+        replica.backward(batch, 0.0, False)
+        replica.synchronize()
+        began = time.perf_counter()
+        local.step(replica, 0.0, Clock())
+        replica.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return max(0.0, statistics.mean(seconds[1:]) - update_s)
 
 
 def peak_rss_bytes() -> int:

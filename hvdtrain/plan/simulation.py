@@ -22,9 +22,9 @@ import simpy
 
 from hvdtrain.plan.network import Link
 
-SAMPLED = 8
+SAMPLED = 4
 """Hosts simulated for each group of equal hosts if their steps vary; one is enough if they do not"""
-LEAST_STEPS = 24
+LEAST_STEPS = 16
 """Steps over which times are averaged"""
 MANY, FEW_STEPS = 100, 8
 """Unequal hosts above which fewer steps are simulated"""
@@ -40,6 +40,8 @@ class Node:
     backward_s: float
     """Forward and backward, of all ranks of the host"""
     update_s: float
+    averaging_s: float = 0.0
+    """Copying and adding weights, in each exchange of weights"""
     threads: float = 1.0
     """Threads that compute"""
     cores: float = 2.0
@@ -160,7 +162,7 @@ class _Simulation:
                 if due and not traffic.after_update:
                     self._event("ready", index, number, fraction).succeed()
             if traffic.after_update:
-                yield processor.run(used * node.update_s, node.threads)
+                yield processor.run(used * (node.update_s + due * node.averaging_s), node.threads)
                 if due:
                     for fraction in self._fractions:
                         self._event("ready", index, number, fraction).succeed()
@@ -213,7 +215,8 @@ def transfer_s(node: Node, message: Message, *, first: bool = True, hosts: int =
 
 def simulate(nodes: Sequence[Node], traffic: Traffic) -> Timeline:
     """Return the mean times of a step. With one host nothing is sent."""
-    traffic = traffic if len(nodes) > 1 else Traffic()
+    if len(nodes) == 1:
+        return Timeline(step_s=nodes[0].backward_s + nodes[0].update_s, waiting_s=0.0)
     groups: dict[Node, int] = {}
     for place, node in enumerate(nodes):
         alike = dataclasses.replace(node, name="first" if place == 0 else "")  # the first one may be the centre

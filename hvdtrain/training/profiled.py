@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from hvdtrain.training.workload import Workload
 
 Maker = Callable[[range | None], Any]
-AUTO_STEPS_S, AUTO_CODING_S = 6.0, 10.0
+AVERAGING = "local-sgd:every=1"
+AUTO_STEPS_S, AUTO_CODING_S = 6.0, 8.0
 """Times for measuring steps and reducers before step 0"""
 
 
@@ -99,15 +101,19 @@ def measured(
                 yield batch
 
     points, ready = profile.timed(replica, probe, batches, sizes, steps_s)
+    local = parse(AVERAGING).make(config, single, shapes)
+    averaging_s = profile.averaging_s(replica, local, next(batches(points[0].batch)), points[0].update_s)
     return Profile(
         machine=profile.machine(),
         workload=job.run.workload,
         model=workload.model.title,
         setup=key(job),
         shapes=[list(shape) for shape in shapes],
+        layers=[(math.prod(layer.output), layer.multiply_adds) for layer in workload.model.layers],
         epoch_samples=config.epoch_samples or len(job.dataset.train),
         threads=job.threads,
         points=points,
+        averaging_s=averaging_s,
         ready=ready,
         coding_s=coding.measure(names, shapes, coding_s),
         peak_rss_bytes=profile.peak_rss_bytes(),

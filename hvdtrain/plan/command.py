@@ -150,7 +150,7 @@ class _Profiler(profiled.Observer):
             kept = profiled.measured(job, model, sizes, self._names, profile.STEPS_S, profile.CODING_S)
             profile.keep(kept, key)
         elif missing := [name for name in self._names if name not in kept.coding_s]:
-            kept = profile.with_coding(kept, coding.measure(missing, kept.shapes, profile.CODING_S))
+            kept = profile.with_coding(kept, coding.measure(missing, kept.shapes, profile.CODING_S, job.threads))
             profile.keep(kept, key)
         self.profile = kept
         raise profiled.Done

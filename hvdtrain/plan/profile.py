@@ -12,6 +12,7 @@ import json
 import platform
 import resource
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,7 +39,8 @@ CODING_S = 15.0
 """Time for measuring reducers"""
 WARM_UP_STEPS = 2
 MOST_STEPS = 40
-AVERAGINGS = 4
+AVERAGINGS = 5
+NAP_S = 0.005
 FORWARD = 1 / 3
 """Share of forward in forward and backward, if it was not measured: backward multiplies twice as often"""
 
@@ -77,7 +79,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     points: list[Point]
     """In ascending order of the batch"""
     averaging_s: float = 0.0
-    """Time that local SGD adds to a step that averages weights, without the exchange"""
+    """Processor seconds that local SGD adds to a step that averages weights, without the exchange"""
+    waking_s: float = 0.0
+    """Mean delay of a thread that wakes while the model computes"""
     ready: list[float] = []
     """Share of forward and backward after which each bucket of gradients is ready; empty if it was not measured"""
     coding_s: dict[str, float] = {}
@@ -206,17 +210,46 @@ def timed(
     return points, ready
 
 
-def averaging_s(replica: Any, local: Strategy, batch: Batch, update_s: float) -> float:
-    """Return the time that a step of local SGD in a single process takes in addition to the optimizer."""
-    seconds = []
+def averaging_s(replica: Any, probe: Strategy, local: Strategy, batch: Batch) -> float:
+    """Return the processor seconds by which a step of local SGD in a single process exceeds one of `probe`."""
+    seconds: dict[Strategy, list[float]] = {probe: [], local: []}
     for _ in range(AVERAGINGS):
-        replica.backward(batch, 0.0, False)
-        replica.synchronize()
-        began = time.perf_counter()
-        local.step(replica, 0.0, Clock())
-        replica.synchronize()
-        seconds.append(time.perf_counter() - began)
-    return max(0.0, statistics.mean(seconds[1:]) - update_s)
+        for strategy, spent in seconds.items():
+            replica.backward(batch, 0.0, False)
+            replica.synchronize()
+            before = time.process_time()
+            strategy.step(replica, 0.0, Clock())
+            replica.synchronize()
+            spent.append(time.process_time() - before)
+    return max(0.0, statistics.median(seconds[local][1:]) - statistics.median(seconds[probe][1:]))
+
+
+class Waking:
+    """Measures how late a sleeping thread wakes while the block computes, as an exchange thread does.
+
+    The scheduler, a CPU quota and Python's lock delay it.
+    """
+
+    late_s: float = 0.0
+    """Mean delay"""
+
+    def __enter__(self) -> Waking:
+        self._ending = threading.Event()
+        self._delays: list[float] = []
+        self._thread = threading.Thread(target=self._sleep, daemon=True)
+        self._thread.start()
+        return self
+
+    def _sleep(self) -> None:
+        while not self._ending.is_set():
+            began = time.perf_counter()
+            time.sleep(NAP_S)
+            self._delays.append(time.perf_counter() - began - NAP_S)
+
+    def __exit__(self, *error: object) -> None:
+        self._ending.set()
+        self._thread.join()
+        self.late_s = max(0.0, statistics.mean(self._delays)) if self._delays else 0.0
 
 
 def peak_rss_bytes() -> int:

@@ -41,7 +41,9 @@ class Node:
     """Forward and backward, of all ranks of the host"""
     update_s: float
     averaging_s: float = 0.0
-    """Copying and adding weights, in each exchange of weights"""
+    """Copying and adding weights in each exchange of weights, in seconds of one core"""
+    waking_s: float = 0.0
+    """Mean delay of the exchange thread at each message, while the host computes"""
     threads: float = 1.0
     """Threads that compute"""
     cores: float = 2.0
@@ -96,6 +98,10 @@ class Processor:
         self._work: dict[simpy.Event, list[float]] = {}
         """Running work: core seconds that remain, and threads"""
         self._since, self._version = 0.0, 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._work)
 
     def run(self, core_s: float, threads: float) -> simpy.Event:
         """Return the event at which work of `core_s` core seconds has ended, on this number of threads."""
@@ -162,7 +168,7 @@ class _Simulation:
                 if due and not traffic.after_update:
                     self._event("ready", index, number, fraction).succeed()
             if traffic.after_update:
-                yield processor.run(used * (node.update_s + due * node.averaging_s), node.threads)
+                yield processor.run(used * node.update_s + due * node.averaging_s, node.threads)
                 if due:
                     for fraction in self._fractions:
                         self._event("ready", index, number, fraction).succeed()
@@ -183,12 +189,15 @@ class _Simulation:
         return max(0.5, 1 + node.variation * NormalDist().inv_cdf(min(drawn, 1 - 1e-9)))
 
     def _exchange(self, index: int, node: Node, processor: Processor) -> Generator[Any, Any, None]:
-        traffic = self.traffic
+        traffic, generator = self.traffic, random.Random(f"{SEED} {index} waking")
         for number in range(1, self.steps // traffic.every + 1):
             for place, message in enumerate(traffic.messages):
                 yield self._event("ready", index, number, message.ready)
                 yield processor.run(message.coding_s, 1)
                 yield self._meet(number, place, 0)
+                if node.waking_s and processor.busy:
+                    delays = (generator.expovariate(1 / node.waking_s) for _ in range(message.hops))
+                    yield self.env.timeout(sum(delays))
                 yield self.env.timeout(transfer_s(node, message, first=index == 0, hosts=round(sum(self.copies))))
                 yield self._meet(number, place, 1)
             self._event("done", index, number).succeed()

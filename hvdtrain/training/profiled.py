@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 Maker = Callable[[range | None], Any]
 AVERAGING = "local-sgd:every=1"
+WAKING_S = 1.5
 AUTO_STEPS_S, AUTO_CODING_S = 6.0, 8.0
 """Times for measuring steps and reducers before step 0"""
 
@@ -101,8 +102,12 @@ def measured(
                 yield batch
 
     points, ready = profile.timed(replica, probe, batches, sizes, steps_s)
-    local = parse(AVERAGING).make(config, single, shapes)
-    averaging_s = profile.averaging_s(replica, local, next(batches(points[0].batch)), points[0].update_s)
+    local, batch = parse(AVERAGING).make(config, single, shapes), next(batches(points[0].batch))
+    averaging_s = profile.averaging_s(replica, probe, local, batch)
+    with profile.Waking() as waking:
+        for _ in range(max(2, min(10, int(WAKING_S / points[0].backward_s)))):
+            replica.backward(batch, 0.0, False)
+            replica.synchronize()
     return Profile(
         machine=profile.machine(),
         workload=job.run.workload,
@@ -114,8 +119,9 @@ def measured(
         threads=job.threads,
         points=points,
         averaging_s=averaging_s,
+        waking_s=waking.late_s,
         ready=ready,
-        coding_s=coding.measure(names, shapes, coding_s),
+        coding_s=coding.measure(names, shapes, coding_s, job.threads),
         peak_rss_bytes=profile.peak_rss_bytes(),
     )
 

@@ -186,15 +186,24 @@ def test_between_measured_batches_times_lie_on_lines() -> None:
     assert profile.sizes_of([32], 40) == [16, 25, 40]
 
 
-def test_measured_links_are_bounded_by_sender_and_receiver() -> None:
-    links = [
-        {"host": "a", "goodput_to": "b", "goodput_mbit": 80.0},
-        {"host": "b", "goodput_to": "c", "goodput_mbit": 8.0},
-        {"host": "c", "goodput_to": "a", "goodput_mbit": None},
-    ]
-    found = measured(links)
-    assert (found["a"].up, found["b"].up, found["c"].down) == (1e7, 1e6, 1e6)
-    assert measured([]) == {}
+def ring(*rates: float | None) -> list[dict[str, Any]]:
+    names = "abcd"[: len(rates)]
+    following = names[1:] + names[0]
+    return [{"host": a, "goodput_to": b, "goodput_mbit": r} for a, b, r in zip(names, following, rates, strict=True)]
+
+
+def test_links_are_inferred_from_the_goodput_around_a_ring() -> None:
+    slow_c = measured(ring(80.0, 8.0, 8.0))
+    assert {host: (8e-6 * link.up, 8e-6 * link.down) for host, link in slow_c.items()} == {
+        "a": (80.0, 80.0),
+        "b": (80.0, 80.0),
+        "c": (8.0, 8.0),
+    }
+    adsl_c = measured(ring(80.0, 8.0, 1.0))
+    assert (8e-6 * adsl_c["c"].up, 8e-6 * adsl_c["c"].down, 8e-6 * adsl_c["a"].down) == (1.0, 8.0, 80.0)
+    unknown = measured(ring(80.0, None, None))
+    assert 8e-6 * unknown["c"].up == 80.0, "no goodput says that it is slow"
+    assert measured([]) == {} == measured(ring(None, None))
 
 
 def test_reducers_are_measured_by_running_them() -> None:

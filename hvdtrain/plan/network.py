@@ -35,13 +35,26 @@ class Link:
 def measured(links: Sequence[Mapping[str, Any]], latency_s: float = LATENCY_S) -> dict[str, Link]:
     """Return the link of each host from a measurement of goodput, see `records.Manifest.links`.
 
-    Host a sends to b while all others send too, so a's goodput bounds a's uplink and b's downlink. A direction that was
-    not measured is as fast as the slowest measured one. Empty if nothing was measured.
+    Each host sends to the next one in a ring, so a goodput is that of a sender's uplink or of a receiver's downlink.
+    A host's link is taken to be as fast as the faster of its two goodputs. If that does not explain the slower one,
+    the direction of the slower host is. Hosts that were not measured are as fast as the slowest goodput. Empty if
+    nothing was measured.
     """
-    rates = {link["host"]: link["goodput_mbit"] * 125e3 for link in links if link.get("goodput_mbit")}
-    if not rates:
+    edges = [
+        (link["host"], link.get("goodput_to"), link["goodput_mbit"] * 125e3)
+        for link in links
+        if link.get("goodput_mbit")
+    ]
+    if not edges:
         return {}
-    into = {link.get("goodput_to"): rates[link["host"]] for link in links if link["host"] in rates}
-    slowest = min(rates.values())
+    slowest = min(rate for *_, rate in edges)
     hosts = [link["host"] for link in links]
-    return {h: Link(up=rates.get(h, slowest), down=into.get(h, slowest), latency_s=latency_s) for h in hosts}
+    fastest = {host: max((rate for *ends, rate in edges if host in ends), default=slowest) for host in hosts}
+    up, down = dict(fastest), dict(fastest)
+    for sender, receiver, rate in edges:
+        if rate < min(fastest[sender], fastest.get(receiver, rate)):
+            if fastest[sender] <= fastest[receiver]:
+                up[sender] = rate
+            else:
+                down[receiver] = rate
+    return {host: Link(up=up[host], down=down[host], latency_s=latency_s) for host in hosts}

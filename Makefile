@@ -3,7 +3,7 @@ FRAMEWORKS ?=
 SHELL := bash
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench bench-network bench-strategies bench-stages install-matrix gpu-check docs clean
+.PHONY: help setup demo test lint bench bench-network bench-strategies bench-plan bench-stages install-matrix gpu-check docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -39,6 +39,9 @@ bench-network: setup  ## allreduce over virtual hosts against the network limit 
 bench-strategies: setup  ## every strategy to a test accuracy at 10, 100, 1000 Mbit/s (root): BENCH_ARGS='--set seed=1'
 	. .venv/bin/activate && hvdtrain sweep strategies $(BENCH_ARGS)
 	. .venv/bin/activate && hvdtrain results strategies results/strategies
+
+bench-plan: setup  ## predictions of hvdtrain plan against runs on virtual hosts (root): BENCH_ARGS='--rates 10mbit'
+	. .venv/bin/activate && python tools/bench_plan.py $(BENCH_ARGS)
 
 bench-stages: setup  ## pipeline stages, data parallelism and torch's pipelining (root): BENCH_ARGS='--rates 10mbit'
 	. .venv/bin/activate && python tools/bench_stages.py $(BENCH_ARGS)

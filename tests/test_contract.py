@@ -82,7 +82,14 @@ def imported() -> None:
         "tables.strategies",
         "report.document",
     )
-    others = ("data.images", "captions.prepare", "models.vgg16_weights", "sweep.__main__", "lab.__main__")
+    others = (
+        "plan.command",
+        "data.images",
+        "captions.prepare",
+        "models.vgg16_weights",
+        "sweep.__main__",
+        "lab.__main__",
+    )
     for name in (*(f"results.{each}" for each in results), *others):
         importlib.import_module(f"hvdtrain.{name}")
     for command in COMMANDS.values():
@@ -198,6 +205,7 @@ JSON = {
     "throttle": "show --dev lo",
     "sweep": "sweep.toml --dry-run",
     "watch": "run",
+    "plan": "--from run --hosts 2 --rates 10mbit --strategy hierarchical",
     "results show": "run .",
     "results compare": "run run",
     **{f"results {name}": "." for name in RESULTS},
@@ -277,6 +285,7 @@ PATHS: dict[str, list[str]] = {
     "doctor": ["--quick --hostfile @"],
     "sweep": ["@ --dry-run"],
     "watch": ["@", "@manifest.json"],
+    "plan": ["--from @", "--from @manifest.json", "--from run --hosts 2 --strategy hierarchical --figure @.svg"],
     "results": [
         *("list @", "show @", "show @manifest.json", "show run @"),
         *(f"{name} @" for name in RESULTS[1:]),
@@ -298,7 +307,7 @@ FEW = ("missing", "closed", "pipe", "zeros", "control characters")
 def is_alike(name: str, line: str) -> bool:
     if name == "results":
         return line.split()[0] not in ("list", "show")
-    return name == "train captioning" and "weights" in line
+    return (name == "train captioning" and "weights" in line) or "--figure" in line
 
 
 def path_arguments(name: str) -> Iterator[tuple[str, str]]:

@@ -11,8 +11,8 @@ import pytest
 import runs
 
 from hvdtrain.results.__main__ import main
-from hvdtrain.results.read.run import PAYLOAD_SHARE
 from hvdtrain.results.statistics import ratio, summary
+from hvdtrain.system.rates import goodput_both_ways
 
 STEPS, PARAMETERS, RATE = 5, 1000, 10.0
 
@@ -59,7 +59,7 @@ def test_each_value_equals_an_independent_calculation(tmp_path: Path) -> None:
     assert one["speedup"]["mean"] == pytest.approx(1)
     assert found["bytes_to_target"]["mean"] == pytest.approx(7000 * 3 * STEPS)
     assert one["bytes_to_target"] is None
-    limit_s = 2 * 3 * 4 * PARAMETERS // 4 * 8 / (PAYLOAD_SHARE * RATE * 1e6)
+    limit_s = 2 * 3 * 4 * PARAMETERS // 4 * 8 / goodput_both_ways(RATE * 1e6)
     assert found["strategy_limit_s_per_step"]["mean"] == pytest.approx(limit_s)
     assert found["network_efficiency"]["mean"] == pytest.approx(limit_s / 0.02)
     ratios = [limit_s / four[seed] for seed in range(3)]
@@ -74,7 +74,7 @@ def test_network_efficiency_compares_the_limit_with_the_time_of_the_exchange(
 ) -> None:
     """If the exchange overlaps with computation, its time is the whole step. With several ranks per host, only the
     bytes of exact strategies are known."""
-    limit_s = 8 * PARAMETERS * 4 / (PAYLOAD_SHARE * RATE * 1e6)  # two hosts: 2 (h - 1) / h is 1
+    limit_s = 8 * PARAMETERS * 4 / goodput_both_ways(RATE * 1e6)  # two hosts: 2 (h - 1) / h is 1
     same = {"hosts": 2, "rate_mbit": RATE, "parameters": PARAMETERS, "compute_s": 0.1, "communication_s": 0.02}
     exact, overlapping = {"overlaps_with": "", "exact": True}, {"overlaps_with": "backward", "exact": True}
     runs.make(tmp_path / "overlapping", exchange=overlapping, **same)

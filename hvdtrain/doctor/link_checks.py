@@ -8,6 +8,7 @@ from typing import Any
 
 from hvdtrain.doctor.agent import Agent, Unreachable
 from hvdtrain.doctor.checks import FAIL, OK, WARN, Check
+from hvdtrain.system.rates import all_reduce_s
 
 PATIENCE_S = 3.0
 SETTLE_S, COUNT_S = 0.3, 1.0
@@ -39,11 +40,6 @@ def rounds(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
         result.append([(hosts[a], hosts[b]) for a, b in pairs if b < count])
         seats = [seats[0], seats[-1], *seats[1:-1]]
     return [part for part in result if part]
-
-
-def allreduce_s(mbit: float, hosts: int) -> float:
-    """Shortest time of a ring all-reduce of ResNet-34's gradients over p hosts: 2(p-1)/p of them pass each link."""
-    return 2 * (hosts - 1) / hosts * GRADIENT_BYTES * 8 / (mbit * 1e6)
 
 
 def show_rate(mbit: float) -> str:
@@ -192,7 +188,7 @@ def judge_speed(a: str, b: str, there: float | str, back: float | str, delay_ms:
         what += f", {delay_ms:.2g} ms round trip"
     slowest, fixes = min(there, back), []
     if slowest < SLOW_MBIT:
-        seconds = allreduce_s(slowest, hosts)
+        seconds = all_reduce_s(GRADIENT_BYTES, hosts, slowest * 1e6)
         data["allreduce_s"] = seconds
         what += f"; ResNet-34's gradients (85 MB) take at least {seconds:.3g} s per step over {hosts} hosts"
         fixes.append("use a faster interface (--nic) or a smaller model; check for a throttle: tools/throttle.sh show")

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain.config.options import TrainConfig
+from hvdtrain.strategies import automatic, registry
 from hvdtrain.strategies.base import Capabilities as Capabilities
 from hvdtrain.strategies.base import Strategy as Strategy
 from hvdtrain.strategies.cost import Cost as Cost
@@ -26,11 +27,11 @@ from hvdtrain.strategies.spec import parse as parse
 
 
 def resolve(config: TrainConfig, links: Sequence[Mapping[str, Any]] = ()) -> Exchange:
-    """Return the exchange that --strategy names.
+    """Return the exchange that --strategy names; for `auto`, the one that serves until the model can be profiled.
 
-    `links`: the result of `RankGroup.measure_links`, empty before the ranks have found each other. No strategy depends
-    on them yet. Raises Failure (78) if the strategy is unknown or cannot be combined with the other options.
+    `links`: the result of `RankGroup.measure_links`, empty before the ranks have found each other. `plan.choice` uses
+    them for `auto`. Raises Failure (78) if the strategy is unknown or cannot be combined with the other options.
     """
-    exchange = parse(config.strategy)
+    exchange = parse(registry.DEFAULT_REDUCER if automatic.rule(config.strategy) else config.strategy)
     exchange.check(config)
     return exchange

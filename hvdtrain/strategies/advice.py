@@ -10,6 +10,7 @@ from hvdtrain.config.options import TrainConfig
 from hvdtrain.strategies.registry import ADVICE, UNEQUAL_ADVICE
 from hvdtrain.strategies.spec import parse
 from hvdtrain.system.exits import Failure
+from hvdtrain.system.rates import all_reduce_s
 
 WAITING_THRESHOLD = 0.2
 """Share of a step spent waiting above which advice is given"""
@@ -23,7 +24,7 @@ def network_s(parameters: int, hosts: int, links: Sequence[Mapping[str, Any]]) -
     `links`: see `records.Manifest`.
     """
     rates = [link["goodput_mbit"] for link in links if link["goodput_mbit"]]
-    return 2 * (hosts - 1) / hosts * 4 * parameters * 8e-6 / min(rates) if rates else None
+    return all_reduce_s(4 * parameters, hosts, 1e6 * min(rates)) if rates else None
 
 
 def advice(config: TrainConfig, step_shares: Mapping[str, float], network_ratio: float | None) -> str | None:

@@ -40,6 +40,8 @@ class Phase:
     """When the gradients that it sends are computed"""
     needed_at: float = 1.0
     """When its result is needed"""
+    received_per_peer: float | None = None
+    """Payload bytes from each peer, if the phase is that of a central host; None: as many as it sends"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config import constraints
 from hvdtrain.config.options import TrainConfig
-from hvdtrain.strategies import registry
+from hvdtrain.strategies import automatic, registry
 from hvdtrain.strategies.algorithms.overlapped import Overlapped
 from hvdtrain.strategies.algorithms.synchronous import Synchronous
 from hvdtrain.strategies.base import Capabilities, Strategy
@@ -146,6 +146,8 @@ def timing(cost: Cost) -> str:
 
 def parse(text: str) -> Exchange:
     """Resolve a strategy string. Raises Failure (78), which lists the valid names or settings."""
+    if automatic.rule(text):
+        raise error(text, "auto works with hvdtrain's workloads only; hint: hvdtrain plan --help")
     words = text.split("+")
     first = _component(text, words[0], [*registry.names(Strategy), *registry.names(Reducer)], "strategy")
     if len(words) > 2:

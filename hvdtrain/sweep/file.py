@@ -310,7 +310,10 @@ def _normalize_strategies(values: dict[str, list[Any]], where: Callable[[str], s
 
     if "strategy" in values:
         try:
-            values["strategy"] = [str(strategies.parse(str(text))) for text in values["strategy"]]
+            values["strategy"] = [
+                text if strategies.automatic.rule(text) else str(strategies.parse(text))
+                for text in map(str, values["strategy"])
+            ]
         except Failure as failure:
             raise _bad(where("strategy"), str(failure)) from failure
 

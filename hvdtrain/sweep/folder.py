@@ -83,7 +83,9 @@ def mismatch(folder: Path, run: Run, dry_run: DryRun | None) -> str | None:
     for key, value in (dry_run.config if dry_run else {}).items():
         monitor_option = key.startswith("monitor_") and key not in run.flags  # set only in energy runs
         new_option = key not in config and key not in run.flags  # did not exist when the run was made
-        if key not in NOT_COMPARED and not monitor_option and not new_option and config.get(key) != value:
+        chosen = key == "strategy" and str(value).startswith("auto") and "chosen" in manifest.exchange
+        exempt = key in NOT_COMPARED or monitor_option or new_option or chosen
+        if not exempt and config.get(key) != value:
             return f"{key} is {config.get(key)!r} in the manifest, expected {value!r}"
     if config.get("monitor", "none") != MONITORS[run.kind]:
         return f"monitor is {config.get('monitor')!r} in the manifest, expected {MONITORS[run.kind]!r}"

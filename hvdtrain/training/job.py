@@ -19,11 +19,13 @@ from hvdtrain.frameworks import Replica
 from hvdtrain.pipeline.partition import measured_s
 from hvdtrain.pipeline.plan import Stages
 from hvdtrain.pipeline.schedule import Pipe, StageModel
+from hvdtrain.plan.profile import NAME as PROFILE
+from hvdtrain.plan.profile import Profile, as_json
 from hvdtrain.records.arrays_file import Arrays
 from hvdtrain.strategies import Exchange, Strategy, registry
 from hvdtrain.strategies import shares as unequal_shares
 from hvdtrain.system import exits, locks
-from hvdtrain.training import manifest, resume, run_folder, snapshot, summary
+from hvdtrain.training import manifest, profiled, resume, run_folder, snapshot, summary
 from hvdtrain.training.framework import make_replica
 from hvdtrain.training.loop import Judge, Loop
 
@@ -55,6 +57,10 @@ class Job:
     """Runs a step in micro-batches; None if a step is not divided"""
     part: range | None = None
     """The layers of this rank's stage; None for all"""
+    chosen: str | None = None
+    """Why --strategy auto chose the strategy; None if it was named"""
+    profile: Profile | None = None
+    """This rank's profile, from which --strategy auto chose"""
 
     @property
     def dataset(self) -> Any:
@@ -69,11 +75,12 @@ class Job:
     def staged(self, model: Callable[[range | None], Any]) -> Job:
         """Return this job with the stage of this rank; `model` makes these layers, or all for None. Collective.
 
-        Without --cut-at every rank times each layer, forward and backward. Raises Failure (69, 78).
+        Without --cut-at every rank times each layer, forward and backward. With --strategy auto, and one stage, every
+        rank profiles the model, and the job has the chosen strategy. Raises Failure (69, 78).
         """
         config, plan, stage = self.run.config, self.run.plan, self.stages.stage
         if config.stages == 1:
-            return self
+            return profiled.with_strategy(self, model)
         kept = self.ranks.gather(resume.kept_cut(config))[0]
         cut = self.stages.measured(self.ranks, kept, lambda: self._layer_seconds(model))
         shapes = self.workload.model.vector_shapes(config.framework, cut.arrays(stage))
@@ -158,7 +165,8 @@ class Job:
         folder = run_folder.open_folder(config, self.run.workload, ranks)
         job = self._with_measured_shares(folder, replica) if config.shares == "measured" else self
         manifest.check_same(job, folder)
-        manifest.write(job, folder, documents or {})
+        profile = {PROFILE: as_json(job.profile)} if job.profile else {}
+        manifest.write(job, folder, {**(documents or {}), **profile})
         if ranks.rank == 0:
             print(summary.arithmetic(config, job.run.plan, job._all_facts()), file=sys.stderr, flush=True)
         result = Loop(job, folder, replica=replica, stop=stop, judge=judge, precise_bn=precise_bn).run()

@@ -93,7 +93,7 @@ def write(job: Job, folder: Path, documents: Mapping[str, Any]) -> None:
         workload=job.run.workload,
         argv=sys.argv,
         config=dataclasses.asdict(job.run.config),
-        exchange=job.exchange.facts(buckets=job.pipe is None),
+        exchange=job.exchange.facts(buckets=job.pipe is None) | ({"chosen": job.chosen} if job.chosen else {}),
         plan=dataclasses.asdict(job.run.plan),
         data=job.run.data,
         model=job.run.model,

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from hvdtrain import records, strategies
 from hvdtrain.config import batch_plan, options, parser, workloads
-from hvdtrain.strategies import catalog
+from hvdtrain.strategies import automatic, catalog
 from hvdtrain.system import exits, files
 from hvdtrain.system.exits import Failure
 
@@ -39,6 +39,9 @@ def parse(cls: type[C], workload: str, purpose: str, argv: Sequence[str] | None 
     )
     if catalog.help_requested(config.strategy):
         return config
+    if automatic.rule(config.strategy):
+        kept = _manifest(Path(config.run_dir)) if config.resume and config.run_dir else None
+        return dataclasses.replace(config, strategy=str(kept.config["strategy"])) if kept else config
     return dataclasses.replace(config, strategy=str(strategies.parse(config.strategy)))
 
 

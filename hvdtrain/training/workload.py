@@ -31,7 +31,7 @@ from hvdtrain.strategies import Exchange, Reducer, Strategy, catalog, registry, 
 from hvdtrain.strategies.cost import elements
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
-from hvdtrain.training import framework, observers, resume, run_folder, summary, threads
+from hvdtrain.training import framework, observers, profiled, resume, run_folder, summary, threads
 from hvdtrain.training.job import Job
 from hvdtrain.training.threads import Threads
 
@@ -102,6 +102,8 @@ class Workload:
         Raises Failure (65, 69, 78) if options cannot be combined, ranks cannot be found, or they do not agree.
         """
         config, environment, stages = self.config, self.environment, self._stages()
+        profiled.describe(self)
+        profiled.check(self)
         if catalog.help_requested(config.strategy):
             if environment.rank == 0:
                 catalog.show(config.strategy, self.model.vector_shapes(config.framework), stages.layout())

@@ -17,9 +17,8 @@ from hvdtrain.results.read import energy, steps
 from hvdtrain.results.read.folders import Problem, exists
 from hvdtrain.results.read.values import mean, number, numbers, text
 from hvdtrain.system.exits import Failure, printable
+from hvdtrain.system.rates import goodput_both_ways
 
-PAYLOAD_SHARE = 0.936
-"""Share of a link's rate that TCP payload gets with both directions busy: 1448 of 1514 bytes, minus acknowledgements"""
 FP32_BYTES = 4
 SET_ASIDE = re.compile(r".*-r\d+-(failed|other|unfinished)\d+")
 """New name of a run folder when a sweep repeats the run"""
@@ -269,12 +268,12 @@ def _network(
         sent_bytes = limit_bytes if manifest.exchange.get("exact") else None
     if not rate_mbit:
         return columns
-    bytes_per_s = PAYLOAD_SHARE * rate_mbit * 1e6 / 8
+    goodput_bit_s = goodput_both_ways(rate_mbit * 1e6)
     if limit_bytes is not None:
-        columns["limit_s_per_step"] = limit_bytes / bytes_per_s
+        columns["limit_s_per_step"] = limit_bytes * 8 / goodput_bit_s
     if sent_bytes is None:
         return columns
-    limit_s = columns["strategy_limit_s_per_step"] = sent_bytes / bytes_per_s
+    limit_s = columns["strategy_limit_s_per_step"] = sent_bytes * 8 / goodput_bit_s
     per_step = _per_step(sums)
     exchange_s = per_step["step_s" if manifest.exchange.get("overlaps_with") else "communication_s"]
     return columns | {"network_efficiency": limit_s / exchange_s if exchange_s else None}

@@ -42,8 +42,9 @@ class Central(Strategy):
             return Cost()
         others = layout.ranks - (layout.ranks / layout.hosts if layout.hosts > 1 else 1)
         peers = max(1, layout.hosts - 1)
-        gather = Phase(bytes_per_peer=0, peers=peers, hops=1)
-        answer = Phase(bytes_per_peer=4 * elements(shapes) * others / peers, peers=peers, hops=1)
+        nbytes = 4 * elements(shapes) * others / peers
+        gather = Phase(bytes_per_peer=0, peers=peers, hops=1, received_per_peer=nbytes)
+        answer = Phase(bytes_per_peer=nbytes, peers=peers, hops=1, received_per_peer=0)
         return Cost(phases=(gather, answer))
 
     @classmethod

@@ -1,0 +1,118 @@
+"""`--strategy auto`: all ranks measure the model and the links, and rank 0 chooses a strategy by prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.config.options import TrainConfig
+from hvdtrain.plan import learning
+from hvdtrain.plan.network import Link, measured
+from hvdtrain.plan.prediction import EXACT_REDUCER, Host, Prediction, best, predicted, reducers
+from hvdtrain.plan.profile import Profile, with_coding
+from hvdtrain.plan.simulation import Node
+from hvdtrain.strategies.automatic import Rule
+from hvdtrain.strategies.spec import Exchange, parse
+from hvdtrain.system import cgroup
+from hvdtrain.system.exits import Failure
+
+WORTH = 1.03
+"""Plain all-reduce stays unless it takes this many times as long as the best strategy"""
+FAST_LINK = Link.of_rate(10e9)
+"""Assumed for links that could not be measured"""
+
+
+class Chosen(NamedTuple):
+    strategy: str
+    reason: str
+
+
+def candidates(rule: Rule, config: TrainConfig) -> list[Exchange]:
+    """Return the strategies that the rule allows and that run with the other options. Exact sums come first."""
+    allowed = []
+    for name in learning.CANDIDATES:
+        exchange, record = parse(name), learning.RECORDED[name]
+        if rule.exact and not record.exact:
+            continue
+        if rule.within is not None and (record.loss_points is None or record.loss_points > rule.within):
+            continue
+        try:
+            exchange.check(config)
+        except Failure:
+            continue
+        allowed.append(exchange)
+    return allowed
+
+
+def choose(profile: Profile, ranks: Communicator, exchanges: Sequence[Exchange], global_batch: int) -> Chosen:
+    """Return the strategy and the reason, equal on all ranks. Collective.
+
+    `profile`: of this rank, measured while all ranks compute. `exchanges`: what to choose from.
+    """
+    point = profile.points[0]
+    facts = ranks.gather(
+        {
+            "host": ranks.host,
+            "backward_s": point.backward_s,
+            "update_s": point.update_s,
+            "averaging_s": profile.averaging_s,
+            "waking_s": profile.waking_s,
+            "variation": point.variation,
+            "threads": profile.threads,
+            "cores": cgroup.host_cores(),
+            "coding_s": profile.coding_s,
+        }
+    )
+    chosen = _chosen(profile, facts, ranks.links, exchanges, global_batch) if ranks.rank == 0 else None
+    return Chosen(*ranks.gather(chosen)[0])
+
+
+def _chosen(
+    profile: Profile,
+    facts: Sequence[Mapping[str, Any]],
+    links: Sequence[Mapping[str, Any]],
+    exchanges: Sequence[Exchange],
+    global_batch: int,
+) -> Chosen:
+    by_host: dict[str, list[Mapping[str, Any]]] = {}
+    for each in facts:
+        by_host.setdefault(each["host"], []).append(each)
+    if len(by_host) == 1:
+        return Chosen(EXACT_REDUCER, "one host: nothing is sent over the network")
+    goodputs = measured(links)
+    hosts, nodes = [], []
+    for name, members in by_host.items():
+        link = goodputs.get(name, FAST_LINK)
+        hosts.append(Host(name=name, link=link, ranks=len(members)))
+        nodes.append(
+            Node(
+                name=name,
+                link=link,
+                backward_s=max(each["backward_s"] for each in members),
+                update_s=max(each["update_s"] for each in members),
+                averaging_s=sum(each["averaging_s"] for each in members),
+                waking_s=max(each["waking_s"] for each in members),
+                threads=sum(each["threads"] for each in members),
+                cores=members[0]["cores"],
+                variation=max(each["variation"] for each in members),
+            )
+        )
+    coding = [each["coding_s"] for each in facts if each["coding_s"]]
+    known = set.intersection(*(set(each) for each in coding))
+    profile = with_coding(profile, {name: max(each[name] for each in coding) for name in known})
+    usable = [each for each in exchanges if set(reducers([each])) <= known]
+    predictions = [predicted(profile, each, hosts, nodes, global_batch) for each in usable]
+    return decide(predictions) if predictions else Chosen(EXACT_REDUCER, "coding could not be measured in time")
+
+
+def decide(predictions: Sequence[Prediction]) -> Chosen:
+    """Return the best of the predictions, but plain all-reduce if nothing is clearly better."""
+    plain = next((each for each in predictions if each.strategy == EXACT_REDUCER), None)
+    top = best(predictions)
+    if plain and plain.ranking_s <= WORTH * top.ranking_s:
+        others = [each for each in predictions if each is not plain]
+        rest = f"; {best(others).strategy} {best(others).step_s:.3g} s" if others else ""
+        return Chosen(plain.strategy, f"{plain.step_s:.3g} s per step predicted{rest}; {plain.bottleneck} decides")
+    compared = f"; exact sums {plain.step_s:.3g} s, limited by {plain.bottleneck}" if plain else ""
+    return Chosen(top.strategy, f"{top.step_s:.3g} s per step predicted{compared}")

@@ -1,0 +1,335 @@
+"""The command `hvdtrain plan`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.comm.launch_env import launch_env
+from hvdtrain.comm.lifecycle import StopSignal
+from hvdtrain.config import workloads
+from hvdtrain.config.options import TrainConfig
+from hvdtrain.plan import coding, learning, prediction, probe, profile, recorded, report
+from hvdtrain.plan.network import LATENCY_S, Link
+from hvdtrain.plan.prediction import Host
+from hvdtrain.plan.profile import Profile
+from hvdtrain.plan.report import Plan
+from hvdtrain.results.figures import style
+from hvdtrain.strategies.cost import Shape
+from hvdtrain.strategies.spec import Exchange, parse
+from hvdtrain.sweep.dry_run import command_flags
+from hvdtrain.system import exits, files
+from hvdtrain.system.arguments import Parser, near
+from hvdtrain.system.exits import Failure
+from hvdtrain.system.rates import parse_rate, show_rate
+from hvdtrain.training import profiled
+from hvdtrain.training.job import Job
+from hvdtrain.training.workload import Workload
+
+PURPOSE = """Predict the time of a training step for other hosts, links and strategies, before you use them.
+
+The model is profiled on this machine in at most 30 s; the profile is kept in ~/.cache/hvdtrain. Other options are those
+of the workload. With --from, a recorded run takes the place of the profile.
+
+examples:
+  hvdtrain plan resnet --hosts 1..16 --rates 10mbit,100mbit,1gbit --width 0.25
+  hvdtrain plan resnet -H a:1,b:1,c:1 --global-batch-size 128
+  hvdtrain plan --from results/RUN --hosts 2,8 --rates 10mbit
+"""
+MOST_HOSTS = 10_000
+KEPT = ("run_dir", "resume", "strategy", "json", "dry_run", "debug", "monitor", "profile", "target")
+"""Options of a recorded run that a plan does not need"""
+
+
+class PlanParser(Parser):
+    """Leaves options that it does not know to the workload, in `flags`."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, flags = self.parse_known_args(args, namespace)
+        if flags and not options.workload:
+            self.error(f"unrecognized arguments: {' '.join(flags)}")
+        options.flags = flags
+        return options
+
+
+def parser() -> Parser:
+    top = PlanParser(prog="hvdtrain plan", description=PURPOSE, allow_abbrev=False)
+    top.add_argument("workload", nargs="?", help="a workload: see `hvdtrain train`")
+    top.add_argument("--from", dest="run", type=Path, metavar="RUN", help="plan from the run in this folder")
+    top.add_argument(
+        "--hosts", default=None, metavar="LIST", help="numbers of hosts: 1..16 or 1,2,4 (default: 1,2,4,8)"
+    )
+    top.add_argument("-H", dest="cluster", metavar="A:2,B:2", help="measure the links of these hosts over ssh")
+    top.add_argument(
+        "--rates", default=None, metavar="LIST", help="rates of every host's link (default: 10mbit,100mbit,1gbit)"
+    )
+    top.add_argument(
+        "--slow", default=None, metavar="RATE[/RATE]", help="rate of the last host's link, or its rates up and down"
+    )
+    top.add_argument(
+        "--latency", type=float, default=1e3 * LATENCY_S, metavar="MS", help="of a message (default: %(default)g ms)"
+    )
+    top.add_argument("--ranks-per-host", type=int, default=1, metavar="N", help="(default: 1)")
+    top.add_argument("--cores", type=float, metavar="N", help="cores of each host (default: those of this machine)")
+    top.add_argument("--strategy", action="append", metavar="S", help="predict this one; give it again for more")
+    top.add_argument("--figure", type=Path, metavar="FILE", help="draw time against hosts: .svg, .png or .pdf")
+    top.add_argument("--fresh", action="store_true", help="profile again, although there is a profile")
+    top.add_argument("--json", action="store_true", help="print one JSON document")
+    return top
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parser().parse_args(list(arguments))
+    if bool(options.workload) == bool(options.run):
+        raise Failure("hvdtrain plan: name a workload, or give --from RUN (see hvdtrain plan --help)", exits.USAGE)
+    if launch_env().size > 1:
+        raise Failure("hvdtrain plan is one process; hint: start it without a launcher", exits.USAGE)
+    if options.figure and options.figure.suffix[1:] not in style.UNDATED:
+        raise Failure(f"--figure {options.figure}: not .svg, .png or .pdf; hint: give FILE.svg", exits.USAGE)
+    if not options.latency >= 0:
+        raise Failure(f"--latency {options.latency:g}: hint: give milliseconds, 0 or more", exits.USAGE)
+    if not 1 <= options.ranks_per_host <= 1024 or (options.cores is not None and not options.cores > 0):
+        raise Failure("--ranks-per-host and --cores: hint: give a number above 0", exits.USAGE)
+    if options.cluster and (options.run or options.hosts or options.rates):
+        raise Failure("-H cannot be combined with --from, --hosts or --rates; hint: leave them out", exits.USAGE)
+    counts = counts_of(options.hosts) if options.hosts else None
+    rates = rates_of(options.rates) if options.rates else None
+    plan = _from_run(options, counts, rates) if options.run else _from_workload(options, counts, rates)
+    if options.figure:
+        files.put(options.figure, style.encode(report.figure(plan), options.figure.suffix[1:]), "choose another path")
+    print(json.dumps(report.as_json(plan)) if options.json else report.text(plan))
+    return exits.OK
+
+
+def counts_of(text: str) -> list[int]:
+    """Parse numbers of hosts: `1..16` or `1,2,4`. Raises Failure (2)."""
+    counts: set[int] = set()
+    for word in text.split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:\.\.(\d{1,6}))?", word.strip())
+        low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= low <= high <= MOST_HOSTS or high - low > 1000:
+            raise Failure(f"--hosts {text}: hint: give 1..16 or 1,2,4, each from 1 to {MOST_HOSTS}", exits.USAGE)
+        counts |= {*range(low, high + 1)}
+    return sorted(counts)
+
+
+def rates_of(text: str) -> list[int]:
+    """Parse rates in bit/s. Raises Failure (2)."""
+    return list(dict.fromkeys(parse_rate(word) for word in text.split(",")))
+
+
+# --- profiles ---------------------------------------------------------------------------------------------------------
+
+
+class _Profiler(profiled.Observer):
+    """Profiles a workload's model for some batches and reducers, and ends the workload."""
+
+    def __init__(self, options: Any, counts: Sequence[int], names: Sequence[str]) -> None:
+        self._options, self._counts, self._names = options, counts, names
+        self.profile: Profile | None = None
+        self.config: TrainConfig | None = None
+
+    def described(self, workload: Workload) -> None:
+        self.config = workload.config
+
+    def modelled(self, job: Job, model: profiled.Maker) -> None:
+        ranks = self._options.ranks_per_host
+        config, key = job.run.config, profiled.key(job)
+        batches = [global_batch(config, count * ranks) // (count * ranks) for count in {1, *self._counts}]
+        sizes = profile.sizes_of(batches, len(job.dataset.train))
+        kept = None if self._options.fresh else profile.cached(key)
+        if kept is None or kept.points[0].batch > min(sizes) or kept.points[-1].batch < max(sizes):
+            print(f"profiling {job.workload.model.title} with {sizes} samples per step", file=sys.stderr, flush=True)
+            kept = profiled.measured(job, model, sizes, self._names, profile.STEPS_S, profile.CODING_S)
+            profile.keep(kept, key)
+        elif missing := [name for name in self._names if name not in kept.coding_s]:
+            kept = profile.with_coding(kept, coding.measure(missing, kept.shapes, profile.CODING_S, job.threads))
+            profile.keep(kept, key)
+        self.profile = kept
+        raise profiled.Done
+
+
+class _Describer(profiled.Observer):
+    """Notes the model of a workload, and ends it before a framework is loaded."""
+
+    shapes: list[Shape]
+    model: str
+
+    def described(self, workload: Workload) -> None:
+        self.model, self.shapes = workload.model.title, list(workload.model.vector_shapes(workload.config.framework))
+        raise profiled.Done
+
+
+def observe(name: str, flags: Sequence[str], observer: profiled.Observer) -> None:
+    """Run a workload until the observer has seen enough. Raises Failure (2, 65, 78) as the workload does."""
+    if name not in workloads.known():
+        known = ", ".join(workloads.known())
+        raise Failure(f"unknown workload {name!r}{near(name, workloads.known())} (known: {known})", exits.USAGE)
+    module, before = workloads.module(name), sys.argv
+    sys.argv = [str(module.__file__), *flags]
+    stop = StopSignal()
+    try:
+        with profiled.observing(observer), contextlib.redirect_stdout(sys.stderr):
+            module.main(stop)
+            raise Failure(f"{name} made no model; hint: leave out --dry-run and --strategy help", exits.USAGE)
+    finally:
+        stop.restore()
+        sys.argv = before
+
+
+def global_batch(config: TrainConfig, ranks: int) -> int:
+    return config.global_batch_size or (config.batch_size or 32) * ranks
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def exchanges_of(options: Any, config: TrainConfig) -> tuple[list[Exchange], dict[str, str]]:
+    """Return the strategies to predict, and why others cannot run. Raises Failure (78) for unknown names."""
+    able, refused = [], dict[str, str]()
+    for name in options.strategy or (*learning.CANDIDATES, *learning.OTHERS):
+        exchange = parse(name)
+        try:
+            exchange.check(config)
+            if exchange.capabilities.backend == "horovod" and importlib.util.find_spec("horovod") is None:
+                raise Failure(f"--strategy {exchange}: Horovod is not installed; hint: hvdtrain build-horovod")
+            able.append(exchange)
+        except Failure as failure:
+            refused[str(exchange)] = str(failure)
+    if not able:
+        raise Failure(next(iter(refused.values())), exits.BAD_CONFIG)
+    return able, refused
+
+
+def links_of(options: Any, rate: int, count: int) -> list[Link]:
+    """Return a link for each host. Raises Failure (2)."""
+    latency_s = options.latency / 1e3
+    links = [Link.of_rate(rate, latency_s=latency_s)] * count
+    if options.slow and count > 1:
+        up, _, down = options.slow.partition("/")
+        links[-1] = Link.of_rate(parse_rate(up), parse_rate(down) if down else None, latency_s)
+    return links
+
+
+def _hosts(options: Any, rate: int, count: int) -> list[Host]:
+    links = links_of(options, rate, count)
+    return [
+        Host(name=str(number), link=link, ranks=options.ranks_per_host, cores=options.cores)
+        for number, link in enumerate(links, start=1)
+    ]
+
+
+def _plan(
+    made: Profile,
+    config: TrainConfig,
+    options: Any,
+    counts: Sequence[int],
+    rates: Sequence[int],
+    exchanges: Sequence[Exchange],
+    **more: Any,
+) -> Plan:
+    ranks = options.ranks_per_host
+    known = [each for each in exchanges if set(prediction.reducers([each])) <= set(made.coding_s)]
+    if not known:
+        raise Failure("no cost of coding could be measured in time; hint: give fewer --strategy", exits.FAILED)
+    one = prediction.predict(made, known[0], _hosts(options, rates[0], 1), global_batch(config, ranks))
+
+    def predictions(rate: int, count: int) -> list[prediction.Prediction]:
+        hosts, batch = _hosts(options, rate, count), global_batch(config, count * ranks)
+        staged = prediction.predict_stages(made, hosts, batch) if ranks == 1 and not options.strategy else None
+        found = [prediction.predict(made, each, hosts, batch) for each in known]
+        return found + ([staged] if staged else [])
+
+    networks = {
+        show_rate(rate): {count: predictions(rate, count) for count in counts if count > 1} or {1: [one]}
+        for rate in rates
+    }
+    return Plan(profile=made, one=dataclasses.replace(one, steps_factor=(1.0, 1.0)), networks=networks, **more)
+
+
+def _from_workload(options: Any, counts: Sequence[int] | None, rates: Sequence[int] | None) -> Plan:
+    counts, rates = counts or [1, 2, 4, 8], rates or [10_000_000, 100_000_000, 1_000_000_000]
+    cluster = probe.hosts_of(options.cluster) if options.cluster else []
+    if cluster:
+        counts, options.ranks_per_host = list(range(1, len(cluster) + 1)), max(host.ranks for host in cluster)
+    wanted = [parse(name) for name in options.strategy or (*learning.CANDIDATES, *learning.OTHERS)]
+    profiler = _Profiler(options, counts, prediction.reducers(wanted))
+    observe(options.workload, options.flags, profiler)
+    assert profiler.profile is not None and profiler.config is not None
+    able, refused = exchanges_of(options, profiler.config)
+    if cluster:
+        return _cluster(profiler.profile, profiler.config, cluster, able, refused=refused)
+    return _plan(profiler.profile, profiler.config, options, counts, rates, able, refused=refused)
+
+
+def _from_run(options: Any, counts: Sequence[int] | None, rates: Sequence[int] | None) -> Plan:
+    run = recorded.read(options.run)
+    describer = _Describer()
+    settings = {name: value for name, value in run.flags.items() if name not in KEPT and value not in (None, False)}
+    observe(run.manifest.workload, command_flags(settings, run.flags), describer)
+    config = TrainConfig(
+        framework=run.flags.get("framework", "auto"),
+        precision=run.flags.get("precision", "fp32"),
+        global_batch_size=run.global_batch if run.flags.get("global_batch_size") else None,
+        batch_size=None if run.flags.get("global_batch_size") else run.flags.get("batch_size"),
+    )
+    able, refused = exchanges_of(options, config)
+    names = prediction.reducers([*able, run.exchange])
+    known = run.profile.coding_s if run.profile else {}
+    missing = [name for name in names if name not in known]
+    coding_s = coding.measure(missing, describer.shapes, profile.CODING_S)
+    setup = {"device": run.manifest.ranks[0].get("device")}
+    shapes = [list(shape) for shape in describer.shapes]
+    made = recorded.as_profile(run, shapes, describer.model, setup, coding_s)
+    hosts = run.hosts()
+    own = prediction.predict(made, run.exchange, hosts, run.global_batch)
+    notes = [
+        f"recorded: {run.exchange} on {len(hosts)} hosts, {run.step_s:.3g} s per step; {own.bottleneck} decides"
+        + (f"; the model does not explain {made.unexplained_s:+.3g} s of it" if made.unexplained_s else "")
+    ]
+    if missing and made.machine.get("processor") != profile.machine()["processor"]:
+        notes.append("the cost of coding was measured on this machine, which has another processor than the run's")
+    options.ranks_per_host = hosts[0].ranks
+    if len(hosts) > 1 and not run.links:
+        notes = ["the run did not measure its links, so predictions are not adjusted to its step time"]
+        if rates is None:
+            raise Failure(f"{run.folder}: the run did not measure its links; hint: add --rates", exits.BAD_DATA)
+    elif rates is None and len(hosts) > 1 and counts is None:
+        return _own_hosts(made, run, hosts, able, refused=refused, notes=notes)
+    counts = counts or sorted({1, len(hosts)})
+    rates = rates or [10_000_000, 100_000_000, 1_000_000_000]
+    return _plan(made, config, options, counts, rates, able, refused=refused, notes=notes)
+
+
+def _cluster(
+    made: Profile, config: TrainConfig, hosts: Sequence[Host], exchanges: Sequence[Exchange], **more: Any
+) -> Plan:
+    """Plan for the first hosts of a cluster whose links were measured, and for all of them."""
+
+    def predictions(some: Sequence[Host]) -> list[prediction.Prediction]:
+        batch = global_batch(config, sum(host.ranks for host in some))
+        return [prediction.predict(made, each, some, batch) for each in exchanges]
+
+    one = dataclasses.replace(predictions(hosts[:1])[0], steps_factor=(1.0, 1.0))
+    counts = {count: predictions(hosts[:count]) for count in range(2, len(hosts) + 1)}
+    rates = ", ".join(f"{host.name} {8e-6 * host.link.up:.3g} up, {8e-6 * host.link.down:.3g} down" for host in hosts)
+    return Plan(profile=made, one=one, networks={"measured links": counts}, notes=[f"Mbit/s: {rates}"], **more)
+
+
+def _own_hosts(
+    made: Profile, run: recorded.Recorded, hosts: Sequence[Host], able: Sequence[Exchange], **more: Any
+) -> Plan:
+    """Plan other strategies for the run's own hosts and links."""
+    exchanges = {str(each): each for each in [run.exchange, *able]}.values()
+    single = round(run.global_batch / len(hosts)) if not run.flags.get("global_batch_size") else run.global_batch
+    one = prediction.predict(made, run.exchange, hosts[:1], single)
+    found = [prediction.predict(made, each, hosts, run.global_batch) for each in exchanges]
+    one = dataclasses.replace(one, steps_factor=(1.0, 1.0))
+    return Plan(profile=made, one=one, networks={"the run's links": {len(hosts): found}}, **more)

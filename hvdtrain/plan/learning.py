@@ -1,0 +1,47 @@
+"""Recorded effects of strategies on learning, from docs/benchmarks. Seconds per step say nothing about them.
+
+Steps: steps to a target accuracy relative to exact sums or to one host with the same global batch, as an interval over
+seeds and tables (strategies.md, four-hosts.md). They were counted in whole evaluations, so a tenth either way is noise.
+Loss: how much lower the final accuracy was, in points (final-accuracy.md, ten seeds). All records are of ResNet-34 at
+width 0.25 on small images: another model may learn differently. A strategy without a record is not chosen by
+`--strategy auto`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hvdtrain.strategies.spec import Exchange
+
+
+class Learning(NamedTuple):
+    steps: tuple[float, float]
+    """Least and most steps to the target, relative to exact sums"""
+    loss_points: float | None
+    """Mean loss of final accuracy; None if it was not measured"""
+    exact: bool = False
+
+
+EXACT = Learning((1.0, 1.0), 0.0, exact=True)
+RECORDED = {
+    "allreduce": EXACT,
+    "native": EXACT,
+    "hierarchical": EXACT,
+    "bf16": Learning((1.0, 1.1), None),  # bounded by int4, which rounds more coarsely and needed 1.07
+    "int8": Learning((1.0, 1.1), None),
+    "powersgd:rank=4": Learning((1.0, 1.4), 0.20),
+    "local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4": Learning((0.9, 1.2), 0.14),
+    "local-sgd:every=4,staleness=2+powersgd:rank=12,bits=4": Learning((0.9, 1.2), 0.47),
+    "int4": Learning((1.0, 1.2), None),  # these three: one seed
+    "topk": Learning((1.1, 1.4), None),
+    "local-sgd:every=4+int8": Learning((1.1, 1.3), None),
+}
+OTHERS = ("int4", "topk", "local-sgd:every=4+int8")
+"""Strategies that a plan shows although their learning is less well known"""
+CANDIDATES = tuple(name for name in RECORDED if name not in ("allreduce", "native", *OTHERS))
+"""The strategies from which `--strategy auto` chooses"""
+
+
+def of(exchange: Exchange) -> Learning | None:
+    """Return the record of a strategy; None if there is none."""
+    return RECORDED.get(str(exchange))

@@ -1,0 +1,292 @@
+"""Predictions: seconds per step for hosts and a strategy, where they go, and what that means for training."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from hvdtrain.models.layers import Layer
+from hvdtrain.pipeline import partition
+from hvdtrain.plan import learning
+from hvdtrain.plan import stages as stage_simulation
+from hvdtrain.plan.network import Link
+from hvdtrain.plan.profile import FORWARD, Profile
+from hvdtrain.plan.simulation import Message, Node, Traffic, simulate, transfer_s
+from hvdtrain.plan.stages import Stage
+from hvdtrain.strategies.algorithms.overlapped import buckets
+from hvdtrain.strategies.cost import Cost, Layout, Phase, elements
+from hvdtrain.strategies.spec import Exchange, component
+
+EXACT_REDUCER = "hierarchical"
+MICRO_BATCHES = 4
+MOST_WASTE = 0.1
+"""Share of a step outside computation below which computation is the bottleneck"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Host:
+    """A host of a plan."""
+
+    name: str
+    link: Link
+    ranks: int = 1
+    cores: float | None = None
+    """None: the cores of the profiled host"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What to expect of a strategy on some hosts."""
+
+    strategy: str
+    hosts: int
+    ranks: int
+    global_batch: int
+    step_s: float
+    computing_s: float
+    """Of the slowest host, with nothing else on it"""
+    coding_s: float
+    """Time that coding, and averaging weights, add to the step"""
+    waiting_s: float
+    """Rest of the step: waiting for links and for slower hosts"""
+    sent_bytes: float
+    """Payload per host and step; on one host per rank"""
+    bottleneck: str
+    """For people"""
+    steps_factor: tuple[float, float] | None = None
+    """Steps to a target accuracy relative to exact sums; None if it was not recorded"""
+    loss_points: float | None = None
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.global_batch / self.step_s
+
+    def speedup(self, one: Prediction) -> float:
+        """Return the samples per second relative to one host."""
+        return self.samples_per_s / one.samples_per_s
+
+    def speedup_to_target(self, one: Prediction) -> tuple[float, float] | None:
+        """Return least and most speed-up to the same accuracy, if the number of hosts does not change the batch."""
+        if self.steps_factor is None:
+            return None
+        least, most = self.steps_factor
+        return self.speedup(one) / most, self.speedup(one) / least
+
+    @property
+    def ranking_s(self) -> float:
+        """Seconds per step, weighted by the mean of the recorded numbers of steps, if there is a record."""
+        return self.step_s * (sum(self.steps_factor) / 2 if self.steps_factor else 1.0)
+
+    def as_json(self, one: Prediction) -> dict[str, Any]:
+        values = dataclasses.asdict(self)
+        return values | {"samples_per_s": self.samples_per_s, "speedup": self.speedup(one)}
+
+
+def nodes_of(profile: Profile, hosts: Sequence[Host], rank_batch: float) -> list[Node]:
+    """Return what each host computes in a step with this batch per rank, from the profile of one rank."""
+    nodes = []
+    for host in hosts:
+        cores = host.cores or profile.cores
+        alone = min(profile.threads, profile.cores)  # cores of the profiled rank
+        slower = alone * host.ranks / min(profile.threads * host.ranks, cores)
+        local_s = 0.0 if len(hosts) > 1 else _local_s(profile, host)
+        nodes.append(
+            Node(
+                name=host.name,
+                link=host.link,
+                backward_s=profile.backward_s(rank_batch) * slower,
+                update_s=profile.update_s * slower + local_s,
+                averaging_s=profile.averaging_s * host.ranks,
+                waking_s=profile.waking_s,
+                threads=profile.threads * host.ranks,
+                cores=cores,
+                variation=profile.variation,
+            )
+        )
+    return nodes
+
+
+def _local_s(profile: Profile, host: Host) -> float:
+    """Return the processor seconds of summing gradients in the host's leader, like a sum with a second host."""
+    return (host.ranks - 1) * profile.coding_s.get(EXACT_REDUCER, 0.0)
+
+
+def predict(profile: Profile, exchange: Exchange, hosts: Sequence[Host], global_batch: int) -> Prediction:
+    """Predict a training step. Raises ValueError without the cost of coding of the strategy."""
+    ranks = sum(host.ranks for host in hosts)
+    nodes = nodes_of(profile, hosts, global_batch / ranks)
+    return predicted(profile, exchange, hosts, nodes, global_batch)
+
+
+def predicted(
+    profile: Profile, exchange: Exchange, hosts: Sequence[Host], nodes: Sequence[Node], global_batch: int
+) -> Prediction:
+    """Predict a training step of these nodes, which belong to the hosts."""
+    ranks = sum(host.ranks for host in hosts)
+    cost = exchange.cost(profile.shapes, Layout(ranks=ranks, hosts=len(hosts)))
+    traffic = traffic_of(profile, exchange, cost, hosts)
+    timeline = simulate(nodes, traffic)
+    uncoded = [dataclasses.replace(each, coding_s=0.0) for each in traffic.messages]
+    idle = [dataclasses.replace(node, averaging_s=0.0) for node in nodes]
+    without_s = simulate(idle, dataclasses.replace(traffic, messages=tuple(uncoded))).step_s
+    computing_s = max(node.backward_s + node.update_s for node in nodes)
+    coding_s = max(0.0, timeline.step_s - without_s)
+    unexplained_s = profile.unexplained_s if len(hosts) > 1 else 0.0
+    step_s = max(timeline.step_s + unexplained_s, computing_s / 2)
+    recorded = learning.of(exchange)
+    return Prediction(
+        strategy=str(exchange),
+        hosts=len(hosts),
+        ranks=ranks,
+        global_batch=global_batch,
+        step_s=step_s,
+        computing_s=computing_s,
+        coding_s=coding_s,
+        waiting_s=max(0.0, step_s - computing_s - coding_s),
+        sent_bytes=cost.sent_bytes if len(hosts) > 1 else 0.0,
+        bottleneck=_bottleneck(nodes, traffic, timeline.step_s, computing_s, coding_s),
+        steps_factor=recorded.steps if recorded else None,
+        loss_points=recorded.loss_points if recorded else None,
+    )
+
+
+def traffic_of(profile: Profile, exchange: Exchange, cost: Cost, hosts: Sequence[Host]) -> Traffic:
+    """Return the messages of a strategy's phases, with the time of coding that the profile measured.
+
+    Coding takes time in proportion to the numbers coded, or to the bytes if numbers are sent as they are.
+    """
+    if len(hosts) == 1 or not cost.phases:
+        return Traffic()
+    reducer = str(exchange.reducer) if exchange.reducer else EXACT_REDUCER
+    if reducer not in profile.coding_s:
+        raise ValueError(f"the profile has no cost of {reducer}")
+    each = exchange.reducer or component(EXACT_REDUCER)
+    pair = each.cls.cost(profile.shapes, 2, each.settings)
+    total_s = profile.coding_s[reducer] * _work(cost) / _work(pair)
+    whole = sum(map(_amount, cost.phases)) or 1.0
+    local_s = max(_local_s(profile, host) for host in hosts) / len(cost.phases)
+    messages = []
+    for phase in cost.phases:
+        for ready, share in _divided(profile, phase):
+            sent = phase.bytes_per_peer * phase.peers
+            received = sent if phase.received_per_peer is None else phase.received_per_peer * phase.peers
+            messages.append(
+                Message(
+                    ready=ready,
+                    sent=sent * share,
+                    received=received * share,
+                    hops=phase.hops,
+                    coding_s=(total_s * _amount(phase) / whole + local_s) * share,
+                    central=phase.received_per_peer is not None,
+                )
+            )
+    return Traffic(
+        messages=tuple(messages),
+        every=cost.every,
+        staleness=max(0, round(max(phase.needed_at for phase in cost.phases)) - 1),
+        after_update=exchange.capabilities.local_updates,
+        independent=cost.independent,
+    )
+
+
+def _amount(phase: Phase) -> float:
+    return phase.numbers or phase.bytes_per_peer * phase.peers / 4e3  # copying is much faster than coding
+
+
+def _work(cost: Cost) -> float:
+    """Return the numbers that a host codes in an exchange, or its bytes if it codes none."""
+    return sum(phase.numbers for phase in cost.phases) or sum(each.bytes_per_peer * each.peers for each in cost.phases)
+
+
+def _divided(profile: Profile, phase: Phase) -> list[tuple[float, float]]:
+    """Return when parts of a phase are ready, and their shares.
+
+    A framework's own ring starts with the first gradients and sends the others as they are computed.
+    """
+    if phase.ready_at > 0:
+        return [(profile.ready_at(phase.ready_at), 1.0)]
+    ranges = buckets(profile.shapes)
+    whole = elements(profile.shapes)
+    return [
+        (profile.ready_at(number / len(ranges)), elements(profile.shapes[i] for i in each) / whole)
+        for number, each in enumerate(ranges, start=1)
+    ]
+
+
+def _bottleneck(nodes: Sequence[Node], traffic: Traffic, step_s: float, computing_s: float, coding_s: float) -> str:
+    """Name the part that limits the step."""
+    if len(nodes) == 1 or step_s - computing_s < MOST_WASTE * step_s:
+        slowest = max(nodes, key=lambda node: node.backward_s + node.update_s)
+        return _of("computation", slowest.name, [node.backward_s + node.update_s for node in nodes])
+    if coding_s > step_s - computing_s - coding_s:
+        return "the time of coding"
+    seconds = [
+        sum(transfer_s(node, message, first=number == 0, hosts=len(nodes)) for message in traffic.messages)
+        for number, node in enumerate(nodes)
+    ]
+    slowest_s = max(seconds)
+    node = nodes[seconds.index(slowest_s)]
+    if sum(message.hops for message in traffic.messages) * node.link.latency_s > slowest_s / 2:
+        return "the latency of the network"
+    return _of("the link", node.name, seconds)
+
+
+def _of(what: str, name: str, values: Sequence[float]) -> str:
+    alike = math.isclose(min(values), max(values), rel_tol=0.01)
+    return f"{what} of {'one host' if len(values) == 1 else 'all hosts' if alike else f'host {name}'}"
+
+
+def best(predictions: Sequence[Prediction]) -> Prediction:
+    """Return the prediction with the least time to a target, among those with a record if there are any."""
+    recorded = [each for each in predictions if each.steps_factor]
+    return min(recorded or predictions, key=lambda each: each.ranking_s)
+
+
+def predict_stages(profile: Profile, hosts: Sequence[Host], global_batch: int) -> Prediction | None:
+    """Predict a step with one stage of the model on each host; None if the model has too few layers.
+
+    The partition balances multiply-adds. A host has one rank.
+    """
+    layers = [Layer(name=str(i), arrays=(), output=(n,), multiply_adds=m) for i, (n, m) in enumerate(profile.layers)]
+    micro_batches = max(1, min(MICRO_BATCHES, global_batch // 2))
+    if not 1 < len(hosts) <= len(layers):
+        return None
+    work = [layer.multiply_adds for layer in layers]
+    cut = partition.balanced(layers, len(hosts), work, 0.0)
+    samples = global_batch / micro_batches
+    stages = []
+    for number, node in enumerate(nodes_of(profile, hosts, samples)):
+        share = sum(work[layer] for layer in cut.part(number)) / sum(work)
+        last = number == len(hosts) - 1
+        stages.append(
+            Stage(
+                link=node.link,
+                forward_s=node.backward_s * share * FORWARD,
+                backward_s=node.backward_s * share * (1 - FORWARD),
+                update_s=node.update_s * share,
+                sent=0.0 if last else 4 * samples * cut.boundary_numbers(number),
+            )
+        )
+    step_s = stage_simulation.step_s(stages, micro_batches)
+    computing_s = max(micro_batches * (each.forward_s + each.backward_s) + each.update_s for each in stages)
+    sent = max(each.sent for each in stages)
+    slow_link = any(each.sent / min(each.link.up, each.link.down) > computing_s / micro_batches for each in stages)
+    return Prediction(
+        strategy=f"--stages {len(hosts)}",
+        hosts=len(hosts),
+        ranks=len(hosts),
+        global_batch=global_batch,
+        step_s=step_s,
+        computing_s=computing_s,
+        coding_s=0.0,
+        waiting_s=max(0.0, step_s - computing_s),
+        sent_bytes=2 * micro_batches * sent,
+        bottleneck="a link between stages" if slow_link else "the slowest stage",
+    )
+
+
+def reducers(exchanges: Sequence[Exchange]) -> list[str]:
+    """Return the reducers whose cost of coding these strategies need."""
+    return list(dict.fromkeys([EXACT_REDUCER, *(str(each.reducer) for each in exchanges if each.reducer)]))

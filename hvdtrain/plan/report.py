@@ -1,0 +1,155 @@
+"""A plan for people: tables, advice and a figure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from hvdtrain.plan.prediction import Prediction, best
+from hvdtrain.plan.profile import Profile
+from hvdtrain.results.figures import style
+
+GAIN = 1.05
+"""More hosts are worth advice if they make training this many times as fast"""
+COLUMNS = ("hosts", "s/step", "compute", "coding", "wait", "MB/host", "speed-up", "to accuracy", "strategy")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Predictions for each network and number of hosts."""
+
+    profile: Profile
+    one: Prediction
+    """One host, which needs no network"""
+    networks: Mapping[str, Mapping[int, Sequence[Prediction]]]
+    """Name of the network -> hosts -> predictions of all strategies"""
+    refused: Mapping[str, str]
+    """Strategy -> why it cannot run"""
+    notes: Sequence[str] = ()
+
+    def best(self, network: str) -> dict[int, Prediction]:
+        """Return the best strategy for each number of hosts."""
+        return {1: self.one, **{count: best(each) for count, each in self.networks[network].items() if count > 1}}
+
+
+def text(plan: Plan) -> str:
+    """Return the plan as tables and sentences."""
+    one, profile = plan.one, plan.profile
+    fixed_s, sample_s = profile.line()
+    lines = [
+        f"{profile.model}, {profile.setup.get('device', 'cpu')}, {profile.threads} threads: "
+        f"a step computes {1e3 * fixed_s:.3g} ms + {1e3 * sample_s:.3g} ms per sample",
+        f"one host: {one.step_s:.3g} s per step of {one.global_batch} samples, {one.samples_per_s:.4g} samples/s; an "
+        f"epoch takes {_duration(profile.epoch_samples / one.samples_per_s)}",
+    ]
+    for network in plan.networks:
+        rows = [list(COLUMNS), *(_row(each, one) for each in plan.best(network).values())]
+        lines += ["", f"{network}: the best strategy", *_table(rows)]
+    for network, counts in plan.networks.items():
+        most = max(counts)
+        if most > 1:
+            order = sorted(counts[most], key=lambda each: each.ranking_s)
+            rows = [[*COLUMNS[:-1], "points", COLUMNS[-1]]]
+            rows += [[*(row := _row(each, one))[:-1], _points(each), row[-1]] for each in order]
+            lines += ["", f"{network}: all strategies on {most} hosts", *_table(rows)]
+    lines += ["", *(advice(plan, network) for network in plan.networks)]
+    lines += [f"cannot run: {reason}" for reason in plan.refused.values()]
+    return "\n".join([*lines, *plan.notes])
+
+
+def _row(each: Prediction, one: Prediction) -> list[str]:
+    times = (each.step_s, each.computing_s, each.coding_s, each.waiting_s)
+    target = each.speedup_to_target(one) if each.hosts > 1 else (1.0, 1.0)
+    return [
+        str(each.hosts),
+        *(f"{seconds:.3g}" for seconds in times),
+        f"{each.sent_bytes / 1e6:.3g}",
+        f"{each.speedup(one):.2f}",
+        f"{target[0]:.2f} .. {target[1]:.2f}" if target else "not recorded",
+        each.strategy if each.hosts > 1 else "",
+    ]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Align all columns but the last to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join([*map(str.rjust, row[:-1], widths), row[-1]]).rstrip() for row in rows]
+
+
+def _points(each: Prediction) -> str:
+    return "-" if each.loss_points is None else f"{each.loss_points:.2f}"
+
+
+def _duration(seconds: float) -> str:
+    return (
+        f"{seconds:.3g} s"
+        if seconds < 120
+        else f"{seconds / 60:.3g} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.3g} h"
+    )
+
+
+def advice(plan: Plan, network: str) -> str:
+    """Say how many hosts are worth it, and what limits them."""
+    by_count = plan.best(network)
+    speeds = {count: each.global_batch / each.ranking_s for count, each in by_count.items()}
+    highest = max(speeds.values())
+    enough = min(count for count, speed in speeds.items() if speed * GAIN >= highest)
+    chosen, last = by_count[enough], by_count[max(by_count)]
+    if enough == 1:
+        if len(by_count) == 1:
+            return f"{network}: one host"
+        return (
+            f"{network}: do not add hosts: {last.hosts} are {last.speedup(plan.one):.2g} times as fast as one with "
+            f"{last.strategy}; the bottleneck is {last.bottleneck}"
+        )
+    sentence = (
+        f"{network}: {enough} hosts with {chosen.strategy} are {chosen.speedup(plan.one):.2g} times as fast as one; "
+        f"the bottleneck is {chosen.bottleneck}"
+    )
+    more = max(by_count) > enough
+    return sentence + (f"; do not add hosts beyond {enough}, which gains less than 5 %" if more else "")
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan as one document."""
+    return {
+        "schema": "hvdtrain/plan/1",
+        "model": plan.profile.model,
+        "machine": plan.profile.machine,
+        "shapes": plan.profile.shapes,
+        "one_host": {**plan.one.as_json(plan.one), "epoch_s": plan.profile.epoch_samples / plan.one.samples_per_s},
+        "networks": [
+            {
+                "network": network,
+                "advice": advice(plan, network),
+                "hosts": [
+                    {"hosts": count, "predictions": [each.as_json(plan.one) for each in predictions]}
+                    for count, predictions in counts.items()
+                ],
+            }
+            for network, counts in plan.networks.items()
+        ],
+        "refused": dict(plan.refused),
+        "notes": list(plan.notes),
+    }
+
+
+def figure(plan: Plan) -> Figure:
+    """Draw the seconds per sample of the best strategy against hosts, one line for each network."""
+    with style.settings():
+        drawn, (axis,) = style.grid(1, height_in=3.0)
+        for index, network in enumerate(plan.networks):
+            points = plan.best(network)
+            milliseconds = [1e3 / each.samples_per_s for each in points.values()]
+            axis.plot(list(points), milliseconds, label=network, **style.line(index), **style.marker(index))
+        ideal = [1e3 / plan.one.samples_per_s / count for count in points]
+        axis.plot(list(points), ideal, color=style.SOFT, linewidth=1, linestyle=style.LONG, label="ideal")
+        axis.set(xlabel="hosts", ylabel="time per sample (ms), predicted", ylim=(0, None))
+        style.title(axis, f"{plan.profile.model}: best strategy")
+        style.legend(drawn, [axis], "")
+    return drawn

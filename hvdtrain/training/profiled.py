@@ -1,0 +1,170 @@
+"""Profiles the model of a job on this rank, for `--strategy auto` and for `hvdtrain plan`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.world import RankGroup
+from hvdtrain.data import Batch
+from hvdtrain.data.loader import Loader
+from hvdtrain.plan import choice, coding, profile
+from hvdtrain.plan.prediction import EXACT_REDUCER, reducers
+from hvdtrain.plan.profile import Probe, Profile
+from hvdtrain.strategies import automatic, parse
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
+from hvdtrain.training.framework import make_replica
+
+if TYPE_CHECKING:
+    from hvdtrain.training.job import Job
+    from hvdtrain.training.workload import Workload
+
+Maker = Callable[[range | None], Any]
+AVERAGING = "local-sgd:every=1"
+WAKING_S = 1.5
+AUTO_STEPS_S, AUTO_CODING_S = 6.0, 8.0
+"""Times for measuring steps and reducers before step 0"""
+
+
+class Observer:
+    """What `hvdtrain plan` does when a workload has described itself, and when it has made its model."""
+
+    def described(self, workload: Workload) -> None: ...
+
+    def modelled(self, job: Job, model: Maker) -> None: ...
+
+
+_observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
+
+
+class Done(BaseException):
+    """An observer ends the workload. Not an Exception, so that no workload handles it."""
+
+
+@contextlib.contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Let workloads that start inside the block call the observer, until it raises `Done`."""
+    token = _observer.set(observer)
+    try:
+        yield
+    except Done:
+        pass
+    finally:
+        _observer.reset(token)
+
+
+def describe(workload: Workload) -> None:
+    if observer := _observer.get():
+        observer.described(workload)
+
+
+def key(job: Job) -> dict[str, Any]:
+    """Return everything besides the machine that a profile's times depend on."""
+    config, run = job.run.config, job.run
+    return {
+        "workload": run.workload,
+        "model": run.model,
+        "data": {name: run.data.get(name) for name in ("image_shape", "pixel_dtype", "name")},
+        "augment": str(job.workload.data.augment),
+        **{name: getattr(config, name) for name in ("framework", "precision", "compile", "optimizer", "clip_norm")},
+        "device": job.device,
+        "threads": job.threads,
+    }
+
+
+def measured(
+    job: Job, model: Maker, sizes: Iterable[int], names: Iterable[str], steps_s: float, coding_s: float
+) -> Profile:
+    """Profile a fresh model on this rank. Raises Failure (78) if it cannot be made.
+
+    `sizes`: samples per step. `names`: reducers. `steps_s`, `coding_s`: times for measuring.
+    """
+    config, workload = job.run.config, job.workload
+    shapes = workload.model.vector_shapes(config.framework)
+    single = RankGroup.watched(Communicator()).connect(config.framework, backend="tcp")
+    probe = Probe(single, shapes, config, None, None)
+    replica = make_replica(model(None), config, single, probe, job.device, workload.metric)
+
+    def batches(size: int) -> Iterator[Batch]:
+        loader = Loader(
+            job.dataset.train, global_batch=size, rank=0, size=1, seed=config.seed, augment=workload.data.augment
+        )
+        whole = len(loader.ends()) - 1 or 1  # the last batch may be short
+        with contextlib.closing(loader.epoch(0)) as epoch:
+            for _, batch in zip(range(whole), epoch, strict=False):
+                yield batch
+
+    points, ready = profile.timed(replica, probe, batches, sizes, steps_s)
+    local, batch = parse(AVERAGING).make(config, single, shapes), next(batches(points[0].batch))
+    averaging_s = profile.averaging_s(replica, probe, local, batch)
+    with profile.Waking() as waking:
+        for _ in range(max(2, min(10, int(WAKING_S / points[0].backward_s)))):
+            replica.backward(batch, 0.0, False)
+            replica.synchronize()
+    return Profile(
+        machine=profile.machine(),
+        workload=job.run.workload,
+        model=workload.model.title,
+        setup=key(job),
+        shapes=[list(shape) for shape in shapes],
+        layers=[(math.prod(layer.output), layer.multiply_adds) for layer in workload.model.layers],
+        epoch_samples=config.epoch_samples or len(job.dataset.train),
+        threads=job.threads,
+        points=points,
+        averaging_s=averaging_s,
+        waking_s=waking.late_s,
+        ready=ready,
+        coding_s=coding.measure(names, shapes, coding_s, job.threads),
+        peak_rss_bytes=profile.peak_rss_bytes(),
+    )
+
+
+def with_strategy(job: Job, model: Maker) -> Job:
+    """Return the job with the strategy that `--strategy auto` chooses; otherwise the job itself. Collective."""
+    if observer := _observer.get():
+        observer.modelled(job, model)
+    config = job.run.config
+    rule = automatic.rule(config.strategy)
+    if rule is None:
+        return job
+    exchanges = choice.candidates(rule, config)
+    first = job.ranks.local_rank == 0 and job.ranks.hosts_count > 1
+    used = [job.run.plan.rank_batch] if job.ranks.hosts_count > 1 else []
+    chosen = choice.Chosen(EXACT_REDUCER, "one host: nothing is sent over the network")
+    if used:
+        own = measured(job, model, used, reducers(exchanges) if first else (), AUTO_STEPS_S, AUTO_CODING_S)
+        chosen = choice.choose(own, job.ranks, exchanges, job.run.plan.global_batch)
+    else:
+        own = None
+    exchange = parse(chosen.strategy)
+    if job.ranks.rank == 0:
+        print(f"strategy       {chosen.strategy}: {chosen.reason}", file=sys.stderr, flush=True)
+    shapes = job.workload.model.vector_shapes(config.framework)
+    layout = job.stages.layout()
+    return dataclasses.replace(
+        job,
+        run=dataclasses.replace(job.run, config=dataclasses.replace(config, strategy=str(exchange))),
+        facts={**job.facts, "exchange": exchange.fact(shapes, layout), "chosen": chosen.reason},
+        exchange=exchange,
+        strategy=exchange.make(config, job.data, shapes),
+        chosen=chosen.reason,
+        profile=own,
+    )
+
+
+def check(workload: Workload) -> None:
+    """Raise Failure (78) if `--strategy auto` cannot be combined with the other options."""
+    config = workload.config
+    if automatic.rule(config.strategy) and (config.stages > 1 or (config.micro_batches or 1) > 1 or config.shares):
+        raise Failure(
+            f"--strategy {config.strategy} cannot be combined with --stages, --micro-batches or --shares; hint: name a "
+            "strategy",
+            exits.BAD_CONFIG,
+        )

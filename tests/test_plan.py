@@ -1,0 +1,350 @@
+"""Laws of predictions: closed forms, monotony, and agreement with real exchanges and recorded runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from conftest import fails, trainings
+from runs import make, read_run
+
+from hvdtrain import cli, strategies
+from hvdtrain.config.options import TrainConfig
+from hvdtrain.models.resnet import ResNetSpec, parameters
+from hvdtrain.plan import choice, coding, learning, prediction, profile
+from hvdtrain.plan.network import Link, measured
+from hvdtrain.plan.prediction import Host
+from hvdtrain.plan.profile import Point, Profile
+from hvdtrain.plan.simulation import Message, Node, Traffic, simulate
+from hvdtrain.plan.stages import Stage
+from hvdtrain.plan.stages import step_s as pipeline_s
+from hvdtrain.strategies.automatic import rule
+from hvdtrain.strategies.cost import Layout
+from hvdtrain.strategies.spec import parse
+
+SLOW, FAST = Link.of_rate(10e6), Link.of_rate(1e9)
+SHAPES = [list(shape) for shape in parameters(ResNetSpec(channels=1, classes=10, width=0.125)).values()]
+CODING = {"hierarchical": 0.002, "bf16": 0.003, "int8": 0.01, "int4": 0.012, "topk": 0.004}
+CODING |= {"powersgd:rank=4": 0.008, "powersgd:rank=12,bits=4": 0.02}
+STRATEGIES = [*learning.CANDIDATES, *learning.OTHERS, "allreduce", "native", "central", "async-ps"]
+
+
+def made(variation: float = 0.0, **changes: Any) -> Profile:
+    points = [
+        Point(batch=batch, backward_s=0.01 + 0.002 * batch, update_s=0.003, variation=variation, steps=9)
+        for batch in (8, 32, 128)
+    ]
+    fields: dict[str, Any] = {
+        "machine": {"processor": "x", "cores": 2.0},
+        "workload": "resnet",
+        "model": "m",
+        "setup": {},
+        "shapes": SHAPES,
+        "epoch_samples": 1000,
+        "threads": 1,
+        "points": points,
+        "ready": [0.5, 0.7, 0.9, 1.0],
+        "coding_s": CODING,
+    }
+    return Profile(**fields | changes)
+
+
+def hosts(*links: Link) -> list[Host]:
+    return [Host(name=f"h{number}", link=link) for number, link in enumerate(links)]
+
+
+def step_s(strategy: str, *links: Link, batch: int = 128, using: Profile | None = None) -> float:
+    return prediction.predict(using or made(), parse(strategy), hosts(*links), batch).step_s
+
+
+# --- the simulation ---------------------------------------------------------------------------------------------------
+
+
+def nodes(count: int, link: Link = SLOW, **changes: Any) -> list[Node]:
+    fields = {"backward_s": 0.1, "update_s": 0.01} | changes
+    return [Node(name=str(number), link=link, **fields) for number in range(count)]
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_a_ring_after_backward_takes_the_closed_form(count: int) -> None:
+    sent, hops = 2 * (count - 1) / count * 4e5, 2 * (count - 1)
+    message = Message(ready=1.0, sent=sent, received=sent, hops=hops, coding_s=0.02)
+    timeline = simulate(nodes(count), Traffic(messages=(message,)))
+    waited = 0.02 + sent * 8 / (0.936 * 10e6) + hops * SLOW.latency_s
+    assert timeline.step_s == pytest.approx(0.11 + waited)
+    assert timeline.waiting_s == pytest.approx(waited)
+
+
+def test_one_direction_carries_more_than_both() -> None:
+    assert SLOW.seconds(1e6, 1e6) == pytest.approx(8 / 9.36)
+    assert SLOW.seconds(1e6, 0) == pytest.approx(8 / 9.564, rel=1e-3)
+    uneven = Link.of_rate(10e6, 1e6)
+    assert uneven.seconds(1e6, 1e6) == pytest.approx(8 / 0.936)
+
+
+def test_gradients_that_are_ready_early_are_sent_during_backward() -> None:
+    half = Message(ready=0.5, sent=5e4, received=5e4, hops=0)
+    alone_s = SLOW.seconds(5e4, 5e4)
+    timeline = simulate(nodes(2), Traffic(messages=(half, dataclasses.replace(half, ready=1.0))))
+    assert 0.5 * alone_s < 0.05, "the first half is sent during backward"
+    assert timeline.step_s == pytest.approx(0.11 + max(alone_s, 2 * alone_s - 0.05))
+
+
+def test_local_steps_divide_and_hide_the_exchange() -> None:
+    message = Message(ready=1.0, sent=2e5, received=2e5, hops=0)
+    whole_s = SLOW.seconds(2e5, 2e5)  # 0.17 s
+    local = Traffic(messages=(message,), every=4, after_update=True)
+    assert simulate(nodes(2), local).step_s == pytest.approx(0.11 + whole_s / 4)
+    stale = dataclasses.replace(local, staleness=2)
+    assert simulate(nodes(2), stale).step_s == pytest.approx(0.11)
+
+
+def test_coding_shares_the_processor_with_the_computation() -> None:
+    message = Message(ready=0.5, sent=0, received=0, hops=0, coding_s=0.02)
+    traffic = Traffic(messages=(message,))
+    assert simulate(nodes(2, cores=2.0), traffic).step_s == pytest.approx(0.11)
+    assert simulate(nodes(2, cores=1.0), traffic).step_s == pytest.approx(0.13), "one core does both"
+    half = nodes(2, cores=0.5, backward_s=0.2, update_s=0.02)
+    assert simulate(half, traffic).step_s == pytest.approx(0.26), "20 ms of a core take 40 ms of half a core"
+
+
+def test_the_slowest_host_decides_and_hosts_alone_do_not_wait() -> None:
+    message = Message(ready=1.0, sent=1e5, received=1e5, hops=0)
+    traffic = Traffic(messages=(message,))
+    slow_s = simulate(nodes(3), traffic).step_s
+    mixed = [*nodes(2, FAST), *nodes(1, SLOW)]
+    assert simulate(mixed, traffic).step_s == pytest.approx(slow_s)
+    slower = [*nodes(2), *nodes(1, backward_s=0.3)]
+    assert simulate(slower, traffic).step_s == pytest.approx(slow_s + 0.2)
+    assert simulate(nodes(1), traffic).step_s == pytest.approx(0.11)
+
+
+def test_a_central_host_gathers_and_answers() -> None:
+    sent = 3e5
+    gather = Message(ready=1.0, sent=0, received=sent, hops=1, central=True)
+    answer = Message(ready=1.0, sent=sent, received=0, hops=1, central=True)
+    timeline = simulate(nodes(4), Traffic(messages=(gather, answer)))
+    assert timeline.step_s == pytest.approx(0.11 + 2 * (sent * 8 / 9.564e6 + SLOW.latency_s), rel=1e-3)
+
+
+def test_a_thousand_unequal_hosts_are_simulated() -> None:
+    message = Message(ready=1.0, sent=1e5, received=1e5, hops=9)
+    many = [dataclasses.replace(node, link=Link.of_rate(1e8 + 1e4 * i)) for i, node in enumerate(nodes(1000))]
+    slowest = dataclasses.replace(many[0], name="c", link=SLOW)
+    expected = simulate([many[0], slowest], Traffic(messages=(message,))).step_s
+    assert simulate([*many, slowest], Traffic(messages=(message,))).step_s == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("count", "parts"), [(2, 4), (4, 4), (3, 8)])
+def test_a_pipeline_without_network_takes_the_closed_form(count: int, parts: int) -> None:
+    def step_s(link: Link, sent: float = 1e4) -> float:
+        each = Stage(link=link, forward_s=0.01, backward_s=0.02, update_s=0.0, sent=sent)
+        return pipeline_s([each] * (count - 1) + [dataclasses.replace(each, sent=0.0)], parts)
+
+    ideal_s = (parts + count - 1) * 0.03
+    assert step_s(Link.of_rate(1e12, latency_s=0.0)) == pytest.approx(ideal_s, rel=1e-4)
+    assert step_s(SLOW, 1e6) >= max(ideal_s, parts * SLOW.seconds(1e6, 1e6))
+    assert step_s(SLOW) <= step_s(Link.of_rate(1e6))
+
+
+# --- predictions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_faster_links_and_processors_never_make_steps_longer(strategy: str) -> None:
+    for using in (made(), made(variation=0.05)):
+        times = [step_s(strategy, *[Link.of_rate(rate)] * 4, using=using) for rate in (1e6, 1e7, 1e8, 1e9)]
+        assert times == sorted(times, reverse=True)
+        mixed = step_s(strategy, FAST, FAST, FAST, SLOW, using=using)
+        assert step_s(strategy, *[FAST] * 4, using=using) <= mixed
+    assert step_s(strategy, SLOW) == pytest.approx(0.003 + 0.01 + 0.256), "one host sends nothing"
+
+
+@pytest.mark.parametrize("strategy", ["hierarchical", "powersgd:rank=4", "int8"])
+def test_one_slow_link_is_as_bad_as_only_slow_links(strategy: str) -> None:
+    assert step_s(strategy, FAST, FAST, SLOW) == pytest.approx(step_s(strategy, SLOW, SLOW, SLOW), rel=0.01)
+    found = prediction.predict(made(), parse(strategy), hosts(FAST, FAST, SLOW), 96)
+    assert found.bottleneck == "the link of host h2"
+
+
+def test_two_ranks_on_a_core_compute_half_as_fast() -> None:
+    single = made(machine={"processor": "x", "cores": 1.0})
+    one, two = (prediction.nodes_of(single, [Host(name="a", link=FAST, ranks=r), *hosts(FAST)], 32)[0] for r in (1, 2))
+    assert two.backward_s == pytest.approx(2 * one.backward_s)
+
+
+def test_between_measured_batches_times_lie_on_lines() -> None:
+    found = made()
+    assert found.backward_s(20) == pytest.approx(0.05)
+    assert found.backward_s(256) == pytest.approx(0.522)
+    assert found.line() == pytest.approx((0.013, 0.002))
+    assert profile.sizes_of([128, 64, 8], 1000) == [8, 32, 128]
+    assert profile.sizes_of([32], 40) == [16, 25, 40]
+
+
+def ring(*rates: float | None) -> list[dict[str, Any]]:
+    names = "abcd"[: len(rates)]
+    following = names[1:] + names[0]
+    return [{"host": a, "goodput_to": b, "goodput_mbit": r} for a, b, r in zip(names, following, rates, strict=True)]
+
+
+def test_links_are_inferred_from_the_goodput_around_a_ring() -> None:
+    slow_c = measured(ring(80.0, 8.0, 8.0))
+    assert {host: (8e-6 * link.up, 8e-6 * link.down) for host, link in slow_c.items()} == {
+        "a": (80.0, 80.0),
+        "b": (80.0, 80.0),
+        "c": (8.0, 8.0),
+    }
+    adsl_c = measured(ring(80.0, 8.0, 1.0))
+    assert (8e-6 * adsl_c["c"].up, 8e-6 * adsl_c["c"].down, 8e-6 * adsl_c["a"].down) == (1.0, 8.0, 80.0)
+    unknown = measured(ring(80.0, None, None))
+    assert 8e-6 * unknown["c"].up == 80.0, "no goodput says that it is slow"
+    assert measured([]) == {} == measured(ring(None, None))
+
+
+def test_reducers_are_measured_by_running_them() -> None:
+    found = coding.measure(["hierarchical", "powersgd:rank=4", "int8"], SHAPES, 10.0)
+    assert all(0 < seconds < 5 for seconds in found.values()) and len(found) == 3
+    assert coding.measure(["int8"], SHAPES, -1.0) == {}
+
+
+# --- --strategy auto --------------------------------------------------------------------------------------------------
+
+
+def test_rules_limit_what_auto_may_choose() -> None:
+    config = TrainConfig()
+
+    def names(text: str) -> list[str]:
+        found = rule(text)
+        assert found is not None
+        return [str(each) for each in choice.candidates(found, config)]
+
+    assert names("auto") == list(learning.CANDIDATES)
+    assert set(learning.CANDIDATES).isdisjoint(learning.OTHERS)
+    assert names("auto:exact") == ["hierarchical"]
+    allowed = ["powersgd:rank=4", "local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4"]
+    assert names("auto:within=0.3") == ["hierarchical", *allowed]
+    assert rule("hierarchical") is None
+    for text in ("auto:exakt", "auto:within=", "auto:within=-1", "auto:within=nan"):
+        fails(lambda text=text: rule(text), 78, "auto:within=0.3")  # type: ignore[misc]
+    fails(lambda: parse("auto"), 78, "workloads only")
+
+
+def test_exact_sums_stay_unless_another_strategy_is_clearly_faster() -> None:
+    def chosen(link: Link, text: str = "auto") -> str:
+        found = [
+            prediction.predict(made(), each, hosts(*[link] * 4), 128)
+            for each in choice.candidates(rule(text), TrainConfig())  # type: ignore[arg-type]
+        ]
+        return choice.decide(found).strategy
+
+    assert chosen(Link.of_rate(100e9)) == "hierarchical"
+    assert chosen(SLOW).startswith("local-sgd:")
+    assert chosen(SLOW, "auto:exact") == "hierarchical"
+
+
+def test_all_ranks_choose_alike_and_bytes_are_as_predicted(tmp_path: Path) -> None:
+    flags = ["--width", "0.125", "--epochs", "1", "--epoch-samples", "384", "--batch-size", "16"]
+    names = ["hierarchical", "int8", "powersgd:rank=4", "topk"]
+    todo = [
+        {"flags": [*flags, "--strategy", name, "--run-dir", str(tmp_path / str(i))]} for i, name in enumerate(names)
+    ]
+    todo.append({"flags": [*flags, "--strategy", "auto", "--run-dir", str(tmp_path / "auto")]})
+    codes, output = trainings(2, todo)
+    assert codes == [0] * 5, output
+    for number, name in enumerate(names):
+        steps = read_run(tmp_path / str(number))["step"]
+        predicted = parse(name).cost(SHAPES, Layout(ranks=2, hosts=2)).sent_bytes
+        assert steps[1].bytes_sent == pytest.approx(predicted, abs=64)
+    manifest = json.loads((tmp_path / "auto" / "manifest.json").read_text())
+    assert manifest["config"]["strategy"] in learning.CANDIDATES
+    assert "per step predicted" in manifest["exchange"]["chosen"]
+    assert output.count("per step predicted") >= 1
+    assert profile.read(tmp_path / "auto" / profile.NAME).points[0].batch == 16
+    a, b = (read_run(tmp_path / "auto", rank)["step"] for rank in (0, 1))
+    assert [step.bytes_sent for step in a] == [step.bytes_sent for step in b]
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert cli.command(["plan", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(profile, "STEPS_S", 1.0)
+    return tmp_path / "cache" / "hvdtrain" / "plan"
+
+
+def test_a_plan_profiles_once_and_says_what_limits(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["resnet", "--width", "0.125", "--hosts", "1..3", "--rates", "1mbit,10gbit", "--strategy", "hierarchical"]
+    words += ["--global-batch-size", "24"]
+    first = plan(capsys, *words, "--figure", str(tmp_path / "plan.svg"))
+    assert [each["network"] for each in first["networks"]] == ["1mbit", "10gbit"]
+    assert "do not add hosts" in first["networks"][0]["advice"]
+    slow = first["networks"][0]["hosts"][-1]["predictions"][0]
+    assert slow["hosts"] == 3 and slow["bottleneck"] == "the link of all hosts"
+    assert slow["step_s"] > first["one_host"]["step_s"] > 0
+    assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
+    (path,) = cache.glob("*.json")
+    before = path.stat().st_mtime_ns
+    assert plan(capsys, *words)["networks"] == first["networks"]
+    assert path.stat().st_mtime_ns == before
+    assert cli.command(["plan", *words]) == 0
+    assert "an epoch takes" in capsys.readouterr().out
+    other = msgspec.structs.replace(profile.read(path), machine={"processor": "other", "cores": 1.0})
+    path.write_text(json.dumps(profile.as_json(other)))
+    fails(lambda: cli.command(["plan", *words]), 65, "another machine", "--fresh")
+
+
+def test_a_plan_from_a_run_reproduces_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make(tmp_path / "run", hosts=2, rate_mbit=10.0, strategy="powersgd:rank=4", data_s=0.0)
+    step = read_run(folder)["step"][-1]
+    found = plan(capsys, "--from", str(folder))
+    (network,) = found["networks"]
+    own = next(each for each in network["hosts"][0]["predictions"] if each["strategy"] == "powersgd:rank=4")
+    assert own["step_s"] == pytest.approx(step.compute_s + step.communication_s, rel=1e-6)
+    other = plan(capsys, "--from", str(folder), "--hosts", "4", "--rates", "1gbit")
+    assert other["networks"][0]["hosts"][0]["hosts"] == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "words"),
+    [
+        ("resnt", 2, "did you mean resnet?"),
+        ("", 2, "name a workload"),
+        ("resnet --from x", 2, "name a workload"),
+        ("resnet --hosts 0", 2, "--hosts 0"),
+        ("resnet --hosts 4..2", 2, "1..16"),
+        ("resnet --rates 0mbit", 2, "8kbit"),
+        ("resnet --rates 10mbps", 2, "counts bytes"),
+        ("resnet --ranks-per-host 0", 2, "above 0"),
+        ("resnet --latency -1", 2, "--latency"),
+        ("resnet --figure x.gif", 2, ".svg"),
+        ("resnet --strategy nonsense", 78, "unknown strategy"),
+        ("resnet --no-such-flag", 2, "--no-such-flag"),
+        ("resnet --strategy auto", 78, "auto"),
+        ("resnet --dry-run", 2, "--dry-run"),
+        ("--from missing", 65, "not a run folder"),
+    ],
+)
+def test_mistakes_are_one_line(line: str, code: int, words: str) -> None:
+    fails(lambda: cli.command(["plan", *line.split()]), code, words)
+
+
+def test_a_strategy_that_cannot_run_is_not_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["resnet", "--width", "0.125", "--hosts", "2", "--rates", "1gbit", "--precision", "fp16", "--device", "cpu"]
+    found = plan(capsys, *words, "--strategy", "int8", "--strategy", "hierarchical")
+    assert list(found["refused"]) == ["int8"]
+    assert [each["strategy"] for each in found["networks"][0]["hosts"][0]["predictions"]] == ["hierarchical"]
+    assert strategies.resolve(TrainConfig(strategy="auto")) == parse("hierarchical")

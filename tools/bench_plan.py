@@ -1,0 +1,214 @@
+#!/usr/bin/env python3
+"""Compare predictions of `hvdtrain plan` with real runs on virtual hosts.
+
+    sudo make bench-plan BENCH_ARGS='--rates 10mbit --hosts 4 --strategy powersgd:rank=4'
+    tools/bench_plan.py --report results/bench-plan
+
+Creates four virtual hosts of half a core, profiles the model on all of them at once, and writes the predictions of all
+cells and their SHA-256 before the first run. Nothing is fitted to the cells. Then it runs each cell and prints the
+errors, next to those of latency-bandwidth arithmetic without overlap: computation + bytes / goodput + latencies. Needs
+root. A cell's step time is the mean over ranks and over steps without warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from scipy.stats import kendalltau
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from hvdtrain import records  # noqa: E402
+from hvdtrain.plan import learning  # noqa: E402
+from hvdtrain.plan.network import LATENCY_S, Link  # noqa: E402
+from hvdtrain.strategies.cost import Layout  # noqa: E402
+from hvdtrain.strategies.spec import parse  # noqa: E402
+from hvdtrain.sweep.process import run_uninterrupted  # noqa: E402
+from hvdtrain.system import exits  # noqa: E402
+from hvdtrain.system.arguments import Parser  # noqa: E402
+from hvdtrain.system.commands import need_root  # noqa: E402
+from hvdtrain.system.exits import Failure  # noqa: E402
+from hvdtrain.system.rates import parse_rate  # noqa: E402
+
+NAMES = ("a", "b", "c", "d")
+CORES = "0.5"
+CELL_S = 8.0
+"""Aim for the steps of a cell"""
+BATCH, LEAST_STEPS, MOST_STEPS = 32, 8, 44  # an epoch of the digits has 44 steps
+MODELS = {
+    "resnet": ["resnet", "--width", "0.25", "--image-size", "96", "--global-batch-size", "32"],
+    "small": ["resnet", "--width", "0.125", "--image-size", "64", "--global-batch-size", "32"],
+}
+
+
+def on_host(name: str, host: str, words: Sequence[str]) -> list[str]:
+    return [f"{ROOT}/tools/cluster.sh", "exec", "--name", name, host, "--", *words]
+
+
+def profiles(options: argparse.Namespace, folder: Path) -> Any:
+    """Profile on all hosts at once, each with its own cache, and return the plan of a median host."""
+    flags = MODELS[options.model]
+    strategies = [word for each in options.strategy for word in ("--strategy", each)]
+    cells = ["--hosts", ",".join(map(str, [1, *options.hosts])), "--rates", ",".join(options.rates)]
+    running = []
+    for host in NAMES:
+        cache = f"XDG_CACHE_HOME={folder.parent / 'cache' / host}"
+        words = ["env", cache, sys.executable, "-m", "hvdtrain.cli", "plan", *flags, *cells, *strategies, "--json"]
+        running.append(subprocess.Popen(on_host(options.name, host, words), cwd=ROOT, stdout=subprocess.PIPE))
+    plans = [json.loads(process.communicate()[0] or "null") for process in running]
+    if not all(plans):
+        raise Failure("bench_plan: a host made no plan; its error is above")
+    return sorted(plans, key=lambda plan: plan["one_host"]["step_s"])[len(plans) // 2]
+
+
+def predictions_of(plan: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return a row for each cell, with the prediction and the baseline without overlap."""
+    rows = []
+    for network in plan["networks"]:
+        link = Link.of_rate(parse_rate(network["network"]))
+        for each in (prediction for hosts in network["hosts"] for prediction in hosts["predictions"]):
+            shapes = [tuple(shape) for shape in plan["shapes"]]
+            cost = parse(each["strategy"]).cost(shapes, Layout(ranks=each["ranks"], hosts=each["hosts"]))
+            exchange_s = cost.sent_bytes / link.up + cost.hops * LATENCY_S
+            rows.append(
+                {
+                    "model": options.model,
+                    "rate": network["network"],
+                    "hosts": each["hosts"],
+                    "strategy": each["strategy"],
+                    "predicted_s": each["step_s"],
+                    "baseline_s": each["computing_s"] + exchange_s,
+                    "predicted_bytes": each["sent_bytes"],
+                }
+            )
+    return rows
+
+
+def run(options: argparse.Namespace, row: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Run a cell and return its row with the recorded times and bytes."""
+    steps = int(max(LEAST_STEPS, min(MOST_STEPS, CELL_S / row["predicted_s"])))
+    steps -= steps % 4  # whole rounds of local steps
+    hosts = ",".join(f"{name}:1" for name in NAMES[: row["hosts"]])
+    name = f"{row['model']}-{row['rate']}-{row['hosts']}-{row['strategy'].replace(':', '_').replace(',', '_')}"
+    path = folder / name
+    workload, *flags = MODELS[options.model]
+    train = ["-m", f"hvdtrain.{workload}", *flags, "--strategy", row["strategy"], "--epochs", "1"]
+    train += ["--epoch-samples", str(BATCH * steps), "--run-dir", str(path), "--checkpoint-epochs", "0"]
+    train += ["--evaluate-samples", "16", "--json", "--warmup-epochs", "0"]
+    words = ["launch/mpirun.sh", "-H", hosts, sys.executable, *train]
+    done = subprocess.run(on_host(options.name, "a", words), cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return row | {"problem": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+    times, sent = [], []
+    for metrics in sorted(path.glob("metrics/rank*.jsonl")):
+        rank = [record for record in records.read(metrics) if isinstance(record, records.Step)]
+        timed = [each for each in rank if not each.warmup]
+        timed = timed[-1 - 4 * ((len(timed) - 1) // 4) : -1]  # whole rounds, without the last step, which averages
+        times += [(each.data_s or 0.0) + each.compute_s + (each.communication_s or 0.0) for each in timed]
+        sent += [each.bytes_sent for each in rank]
+    return row | {"recorded_s": statistics.mean(times), "recorded_bytes": statistics.mean(sent), "steps": steps}
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def report(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the errors of each cell, and a summary."""
+    found = pd.DataFrame([row for row in rows if "recorded_s" in row])
+    if found.empty:
+        raise Failure("bench_plan: no cell was recorded; hint: see the problems above")
+    found["error_%"] = 100 * (found.predicted_s / found.recorded_s - 1)
+    found["baseline_%"] = 100 * (found.baseline_s / found.recorded_s - 1)
+    found["bytes_%"] = 100 * (found.predicted_bytes / found.recorded_bytes - 1)
+    table = found.drop(columns=["predicted_bytes", "recorded_bytes"]).to_string(
+        index=False, float_format="{:.3g}".format
+    )
+    lines = [table, ""]
+    for name in ("error_%", "baseline_%", "bytes_%"):
+        size = found[name].abs()
+        lines.append(
+            f"{name}: median {size.median():.1f}, 95th percentile {size.quantile(0.95):.1f}, {len(found)} cells"
+        )
+    for key in ("rate", "hosts", "strategy", "model"):
+        medians = found.groupby(key)["error_%"].apply(lambda each: each.abs().median())
+        lines.append(f"median error by {key}: " + ", ".join(f"{k} {v:.1f}" for k, v in medians.items()))
+    taus = defaultdict(list)
+    for _, cells in found.groupby(["model", "rate", "hosts"]):
+        best = cells.recorded_s.min()
+        for name in ("predicted_s", "baseline_s"):
+            if len(cells) > 2:
+                taus[f"Kendall's tau of {name}"].append(kendalltau(cells[name], cells.recorded_s).statistic)
+            chosen = cells.loc[cells[name].idxmin()]
+            taus[f"recorded time of the strategy chosen by {name} / the fastest"].append(chosen.recorded_s / best)
+    lines += [f"{name}: " + ", ".join(f"{value:.2f}" for value in values) for name, values in taus.items()]
+    repeats = found.groupby(["model", "rate", "hosts", "strategy"]).recorded_s.agg(["min", "max", "count"])
+    repeated = repeats[repeats["count"] > 1]
+    if len(repeated):
+        lines.append(f"repeats differ by {100 * (repeated['max'] / repeated['min'] - 1).median():.1f} % (median)")
+    lines += [f"not run: {row['strategy']}: {row['problem']}" for row in rows if "problem" in row]
+    return "\n".join(lines)
+
+
+def parser() -> Parser:
+    top = Parser(description=__doc__)
+    top.add_argument("--rates", type=lambda text: text.split(","), default=["10mbit", "100mbit", "1gbit"])
+    top.add_argument("--hosts", type=lambda text: [int(part) for part in text.split(",")], default=[2, 3, 4])
+    top.add_argument("--strategy", action="append", metavar="S", help="only this one; give it again for more")
+    top.add_argument("--model", choices=MODELS, default="resnet")
+    top.add_argument("--root", type=Path, default=Path("results/bench-plan"), metavar="DIR")
+    top.add_argument("--name", default="tplan", help="name of the virtual cluster (default: tplan)")
+    top.add_argument("--report", type=Path, metavar="DIR", help="only print the errors of all cells below DIR")
+    return top
+
+
+def main(arguments: list[str]) -> int:
+    options = parser().parse_args(arguments)
+    if options.report:
+        paths = sorted(options.report.glob("*/cells.json"))
+        print(report([row for path in paths for row in json.loads(path.read_text())]))
+        return 0
+    options.strategy = options.strategy or [*learning.CANDIDATES, *learning.OTHERS]
+    options.root = options.root.resolve()
+    need_root("the benchmark's virtual cluster")
+    folder = options.root / records.utc_now().replace(":", "")
+    folder.mkdir(parents=True)
+
+    def cluster(*words: str) -> None:
+        run_uninterrupted([f"{ROOT}/tools/cluster.sh", *words], os.environ)
+
+    cluster("up", "--name", options.name, "--hosts", ",".join(NAMES), "--cpu-share", CORES, "--slots", "1")
+    rows = []
+    try:
+        cells = predictions_of(profiles(options, folder), options)
+        content = json.dumps(cells, indent=1).encode()
+        (folder / "predictions.json").write_bytes(content)
+        print(f"predictions of {len(cells)} cells: SHA-256 {hashlib.sha256(content).hexdigest()}", flush=True)
+        for rate in options.rates:
+            run_uninterrupted([f"{ROOT}/tools/throttle.sh", rate, "--name", options.name], os.environ)
+            for cell in (each for each in cells if each["rate"] == rate):
+                rows.append(run(options, cell, folder))
+                (folder / "cells.json").write_text(json.dumps(rows, indent=1))
+                last = rows[-1]
+                recorded = f"{last['recorded_s']:.3g} s recorded" if "recorded_s" in last else last["problem"]
+                where = f"{rate}, {cell['hosts']} hosts, {cell['strategy']}"
+                print(f"{where}: {cell['predicted_s']:.3g} s predicted, {recorded}", file=sys.stderr, flush=True)
+    finally:
+        cluster("down", "--name", options.name)
+    print(report(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    exits.end(main, sys.argv[1:])

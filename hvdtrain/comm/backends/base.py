@@ -134,7 +134,7 @@ class Communicator:
     sent_bytes = 0
     """Payload bytes that this rank sent over the network for gradient exchanges; `sum` does not count"""
     local_sent_bytes = 0
-    """Payload bytes that this rank sent to other ranks of its host for gradient exchanges"""
+    """Payload bytes that this rank passed to other ranks of its host for gradient exchanges, in memory or over TCP"""
     framework = ""
     """torch or tensorflow"""
     _group: RankGroup | None = None

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from hvdtrain.comm.backends.base import Communicator, Endpoint, LeaderGroup, Rendezvous
+from hvdtrain.comm.backends.shared_memory import SHARED_FROM_BYTES, share_memory
 from hvdtrain.comm.stream import MAX_MESSAGE_BYTES, Stream, exchange_ports, listen, open_streams, swap
 from hvdtrain.sentinel import auth
 
@@ -148,6 +149,7 @@ class TcpCommunicator(Communicator):
         self._streams = [streams.get(rank) for rank in leaders]
         self.hosts_count = len(leaders)
         self._leaders = TcpLeaderGroup(self._streams) if self._leader is None else None
+        self._shared = share_memory(self._leader, self._members)
         self._scratch = np.empty(0, np.float32)
         self._counted_bytes = 0
         """The leaders' `sent_bytes` when the current exchange began"""
@@ -196,24 +198,29 @@ class TcpCommunicator(Communicator):
         return self._leaders
 
     def local_reduce(self, vector: np.ndarray) -> None:
-        if self._leader is not None:
-            swap(self._leader, vector, None)
+        if self._leaders is not None:
+            self._counted_bytes = self._leaders.sent_bytes
+            self._leaders.max_message_bytes = 2 * vector.nbytes + SLACK_BYTES  # topk sends positions too
+        else:
             self.local_sent_bytes += vector.nbytes
-            return
-        assert self._leaders is not None
-        self._counted_bytes = self._leaders.sent_bytes
-        self._leaders.max_message_bytes = 2 * vector.nbytes + SLACK_BYTES  # topk sends positions too
-        if self._members and self._scratch.nbytes != vector.nbytes:
-            self._scratch = np.empty_like(vector)
-        for member in self._members:
-            vector += swap(None, None, member, self._scratch.view(vector.dtype))
+        if self._shared is not None and vector.nbytes >= SHARED_FROM_BYTES:
+            self._shared.reduce(vector)
+        elif self._leader is not None:
+            swap(self._leader, vector, None)
+        else:
+            if self._members and self._scratch.nbytes != vector.nbytes:
+                self._scratch = np.empty_like(vector)
+            for member in self._members:
+                vector += swap(None, None, member, self._scratch.view(vector.dtype))
 
     def local_broadcast(self, vector: np.ndarray) -> None:
-        if self._leader is not None:
+        if self._shared is not None and vector.nbytes >= SHARED_FROM_BYTES:
+            self._shared.broadcast(vector)
+        elif self._leader is not None:
             swap(None, None, self._leader, vector)
-            return
-        assert self._leaders is not None
-        for member in self._members:
-            swap(member, vector, None)
-        self.sent_bytes += self._leaders.sent_bytes - self._counted_bytes
-        self.local_sent_bytes += vector.nbytes * len(self._members)
+        else:
+            for member in self._members:
+                swap(member, vector, None)
+        if self._leaders is not None:
+            self.sent_bytes += self._leaders.sent_bytes - self._counted_bytes
+            self.local_sent_bytes += vector.nbytes * len(self._members)

@@ -80,7 +80,7 @@ def parser() -> Parser:
         "--latency", type=float, default=1e3 * LATENCY_S, metavar="MS", help="of a message (default: %(default)g ms)"
     )
     top.add_argument("--ranks-per-host", type=int, default=1, metavar="N", help="(default: 1)")
-    top.add_argument("--cores", type=float, metavar="N", help="cores of each host (default: those of this machine)")
+    top.add_argument("--cores", type=float, metavar="N", help="cores of each host (default: this machine's)")
     top.add_argument("--strategy", action="append", metavar="S", help="predict this one; give it again for more")
     top.add_argument("--figure", type=Path, metavar="FILE", help="draw time against hosts: .svg, .png or .pdf")
     top.add_argument("--fresh", action="store_true", help="profile again, although there is a profile")
@@ -203,15 +203,21 @@ def global_batch(config: TrainConfig, ranks: int) -> int:
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
-def exchanges_of(options: Any, config: TrainConfig) -> tuple[list[Exchange], dict[str, str]]:
-    """Return the strategies to predict, and why others cannot run. Raises Failure (78) for unknown names."""
+def _wanted(options: Any) -> list[Exchange]:
+    """Return the strategies of a plan. Raises Failure (78) for unknown names."""
+    return [parse(name) for name in options.strategy or (*learning.CANDIDATES, *learning.OTHERS)]
+
+
+def exchanges_of(options: Any, config: TrainConfig, made: Profile) -> tuple[list[Exchange], dict[str, str]]:
+    """Return the strategies to predict, and why others cannot run or be predicted. Raises Failure (78) if none can."""
     able, refused = [], dict[str, str]()
-    for name in options.strategy or (*learning.CANDIDATES, *learning.OTHERS):
-        exchange = parse(name)
+    for exchange in _wanted(options):
         try:
             exchange.check(config)
             if exchange.capabilities.backend == "horovod" and importlib.util.find_spec("horovod") is None:
                 raise Failure(f"--strategy {exchange}: Horovod is not installed; hint: hvdtrain build-horovod")
+            if reason := prediction.unpredictable(made, exchange):
+                raise Failure(f"--strategy {reason}")
             able.append(exchange)
         except Failure as failure:
             refused[str(exchange)] = str(failure)
@@ -248,15 +254,12 @@ def _plan(
     **more: Any,
 ) -> Plan:
     ranks = options.ranks_per_host
-    known = [each for each in exchanges if set(prediction.reducers([each])) <= set(made.coding_s)]
-    if not known:
-        raise Failure("no cost of coding could be measured in time; hint: give fewer --strategy", exits.FAILED)
-    one = prediction.predict(made, known[0], _hosts(options, rates[0], 1), global_batch(config, ranks))
+    one = prediction.predict(made, exchanges[0], _hosts(options, rates[0], 1), global_batch(config, ranks))
 
     def predictions(rate: int, count: int) -> list[prediction.Prediction]:
         hosts, batch = _hosts(options, rate, count), global_batch(config, count * ranks)
         staged = prediction.predict_stages(made, hosts, batch) if ranks == 1 and not options.strategy else None
-        found = [prediction.predict(made, each, hosts, batch) for each in known]
+        found = [prediction.predict(made, each, hosts, batch) for each in exchanges]
         return found + ([staged] if staged else [])
 
     networks = {
@@ -271,11 +274,10 @@ def _from_workload(options: Any, counts: Sequence[int] | None, rates: Sequence[i
     cluster = probe.hosts_of(options.cluster) if options.cluster else []
     if cluster:
         counts, options.ranks_per_host = list(range(1, len(cluster) + 1)), max(host.ranks for host in cluster)
-    wanted = [parse(name) for name in options.strategy or (*learning.CANDIDATES, *learning.OTHERS)]
-    profiler = _Profiler(options, counts, prediction.reducers(wanted))
+    profiler = _Profiler(options, counts, prediction.reducers(_wanted(options)))
     observe(options.workload, options.flags, profiler)
     assert profiler.profile is not None and profiler.config is not None
-    able, refused = exchanges_of(options, profiler.config)
+    able, refused = exchanges_of(options, profiler.config, profiler.profile)
     if cluster:
         return _cluster(profiler.profile, profiler.config, cluster, able, refused=refused)
     return _plan(profiler.profile, profiler.config, options, counts, rates, able, refused=refused)
@@ -292,14 +294,14 @@ def _from_run(options: Any, counts: Sequence[int] | None, rates: Sequence[int] |
         global_batch_size=run.global_batch if run.flags.get("global_batch_size") else None,
         batch_size=None if run.flags.get("global_batch_size") else run.flags.get("batch_size"),
     )
-    able, refused = exchanges_of(options, config)
-    names = prediction.reducers([*able, run.exchange])
+    names = prediction.reducers([*_wanted(options), run.exchange])
     known = run.profile.coding_s if run.profile else {}
     missing = [name for name in names if name not in known]
     coding_s = coding.measure(missing, describer.shapes, profile.CODING_S)
     setup = {"device": run.manifest.ranks[0].get("device")}
     shapes = [list(shape) for shape in describer.shapes]
     made = recorded.as_profile(run, shapes, describer.model, setup, coding_s)
+    able, refused = exchanges_of(options, config, made)
     hosts = run.hosts()
     own = prediction.predict(made, run.exchange, hosts, run.global_batch)
     notes = [

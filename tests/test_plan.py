@@ -344,7 +344,8 @@ def test_mistakes_are_one_line(line: str, code: int, words: str) -> None:
 
 def test_a_strategy_that_cannot_run_is_not_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["resnet", "--width", "0.125", "--hosts", "2", "--rates", "1gbit", "--precision", "fp16", "--device", "cpu"]
-    found = plan(capsys, *words, "--strategy", "int8", "--strategy", "hierarchical")
-    assert list(found["refused"]) == ["int8"]
+    names = ("int8", "hierarchical", "native:hook=fp16")
+    found = plan(capsys, *words, *(word for name in names for word in ("--strategy", name)))
+    assert list(found["refused"]) == ["int8", "native:hook=fp16"]
     assert [each["strategy"] for each in found["networks"][0]["hosts"][0]["predictions"]] == ["hierarchical"]
     assert strategies.resolve(TrainConfig(strategy="auto")) == parse("hierarchical")

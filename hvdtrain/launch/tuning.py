@@ -28,6 +28,7 @@ BACKENDS = {
 FUSION_BYTES = 128 * 1024 * 1024
 IDLE_SHARE = 0.009
 """Share of the link for idle control traffic, below the goal of 1 %."""
+MMAP_THRESHOLD_BYTES = 128 * 1024**2
 LONGEST_CYCLE_MS = 200
 CONTROL_BYTES = {MPI: 90, GLOO: 330}
 """A rank's control traffic per cycle and round of partners (log2 of the hosts), including headers.
@@ -105,7 +106,7 @@ def host_settings(link: Link) -> list[Setting]:
         ),
         Setting(
             "MALLOC_MMAP_THRESHOLD_",
-            str(128 * 1024**2),
+            str(MMAP_THRESHOLD_BYTES),
             "bytes; smaller tensors stay in the heap, without mmap and munmap: torch's CPU steps were 6-8 % faster "
             "(ResNet-34, 32x32); larger tensors would leave holes there, which large models cannot afford",
         ),

@@ -83,7 +83,7 @@ def lead() -> None:
 
 
 def follow() -> None:
-    """Take part in all-reduces until there are no more reducers."""
+    """Take part in all-reduces until all reducers have been measured."""
     port, names, shapes = json.load(sys.stdin)
     for name in names:
         with socket.create_connection(("127.0.0.1", port)) as connection, contextlib.suppress(PeerLost):
@@ -101,7 +101,7 @@ def _seconds(name: str, shapes: Sequence[Shape], leaders: LeaderGroup) -> list[f
 
 
 def _runs(name: str, shapes: Sequence[Shape], leaders: LeaderGroup) -> Iterator[float]:
-    """Run all-reduces for ever, and yield the processor seconds of each."""
+    """Repeat an all-reduce, and yield the processor seconds of each."""
     each = component(*name.partition(":")[::2])
     reducer: Reducer = each.cls([tuple(shape) for shape in shapes], each.settings)
     gradients = np.random.default_rng(leaders.index).standard_normal(elements(shapes), np.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import importlib.util
 import json
@@ -16,6 +17,7 @@ from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.comm.lifecycle import StopSignal
 from hvdtrain.config import workloads
 from hvdtrain.config.options import TrainConfig
+from hvdtrain.launch.tuning import MMAP_THRESHOLD_BYTES
 from hvdtrain.plan import coding, learning, prediction, probe, profile, recorded, report
 from hvdtrain.plan.network import LATENCY_S, Link
 from hvdtrain.plan.prediction import Host
@@ -44,6 +46,7 @@ examples:
   hvdtrain plan --from results/RUN --hosts 2,8 --rates 10mbit
 """
 MOST_HOSTS = 10_000
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEPT = ("run_dir", "resume", "strategy", "json", "dry_run", "debug", "monitor", "profile", "target")
 """Options of a recorded run that a plan does not need"""
 
@@ -77,7 +80,7 @@ def parser() -> Parser:
         "--latency", type=float, default=1e3 * LATENCY_S, metavar="MS", help="of a message (default: %(default)g ms)"
     )
     top.add_argument("--ranks-per-host", type=int, default=1, metavar="N", help="(default: 1)")
-    top.add_argument("--cores", type=float, metavar="N", help="cores of each host (default: those of this machine)")
+    top.add_argument("--cores", type=float, metavar="N", help="cores of each host (default: this machine's)")
     top.add_argument("--strategy", action="append", metavar="S", help="predict this one; give it again for more")
     top.add_argument("--figure", type=Path, metavar="FILE", help="draw time against hosts: .svg, .png or .pdf")
     top.add_argument("--fresh", action="store_true", help="profile again, although there is a profile")
@@ -147,6 +150,7 @@ class _Profiler(profiled.Observer):
         kept = None if self._options.fresh else profile.cached(key)
         if kept is None or kept.points[0].batch > min(sizes) or kept.points[-1].batch < max(sizes):
             print(f"profiling {job.workload.model.title} with {sizes} samples per step", file=sys.stderr, flush=True)
+            keep_heap()
             kept = profiled.measured(job, model, sizes, self._names, profile.STEPS_S, profile.CODING_S)
             profile.keep(kept, key)
         elif missing := [name for name in self._names if name not in kept.coding_s]:
@@ -154,6 +158,14 @@ class _Profiler(profiled.Observer):
             profile.keep(kept, key)
         self.profile = kept
         raise profiled.Done
+
+
+def keep_heap() -> None:
+    """Keep freed memory in the heap, as launch/*.sh make glibc do for ranks, which makes steps faster."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        for parameter, value in ((M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES), (M_TRIM_THRESHOLD, 2**31 - 1)):
+            libc.mallopt(parameter, value)
 
 
 class _Describer(profiled.Observer):
@@ -191,15 +203,21 @@ def global_batch(config: TrainConfig, ranks: int) -> int:
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
-def exchanges_of(options: Any, config: TrainConfig) -> tuple[list[Exchange], dict[str, str]]:
-    """Return the strategies to predict, and why others cannot run. Raises Failure (78) for unknown names."""
+def _wanted(options: Any) -> list[Exchange]:
+    """Return the strategies of a plan. Raises Failure (78) for unknown names."""
+    return [parse(name) for name in options.strategy or (*learning.CANDIDATES, *learning.OTHERS)]
+
+
+def exchanges_of(options: Any, config: TrainConfig, made: Profile) -> tuple[list[Exchange], dict[str, str]]:
+    """Return the strategies to predict, and why others cannot run or be predicted. Raises Failure (78) if none can."""
     able, refused = [], dict[str, str]()
-    for name in options.strategy or (*learning.CANDIDATES, *learning.OTHERS):
-        exchange = parse(name)
+    for exchange in _wanted(options):
         try:
             exchange.check(config)
             if exchange.capabilities.backend == "horovod" and importlib.util.find_spec("horovod") is None:
                 raise Failure(f"--strategy {exchange}: Horovod is not installed; hint: hvdtrain build-horovod")
+            if reason := prediction.unpredictable(made, exchange):
+                raise Failure(f"--strategy {reason}")
             able.append(exchange)
         except Failure as failure:
             refused[str(exchange)] = str(failure)
@@ -236,15 +254,12 @@ def _plan(
     **more: Any,
 ) -> Plan:
     ranks = options.ranks_per_host
-    known = [each for each in exchanges if set(prediction.reducers([each])) <= set(made.coding_s)]
-    if not known:
-        raise Failure("no cost of coding could be measured in time; hint: give fewer --strategy", exits.FAILED)
-    one = prediction.predict(made, known[0], _hosts(options, rates[0], 1), global_batch(config, ranks))
+    one = prediction.predict(made, exchanges[0], _hosts(options, rates[0], 1), global_batch(config, ranks))
 
     def predictions(rate: int, count: int) -> list[prediction.Prediction]:
         hosts, batch = _hosts(options, rate, count), global_batch(config, count * ranks)
         staged = prediction.predict_stages(made, hosts, batch) if ranks == 1 and not options.strategy else None
-        found = [prediction.predict(made, each, hosts, batch) for each in known]
+        found = [prediction.predict(made, each, hosts, batch) for each in exchanges]
         return found + ([staged] if staged else [])
 
     networks = {
@@ -259,11 +274,10 @@ def _from_workload(options: Any, counts: Sequence[int] | None, rates: Sequence[i
     cluster = probe.hosts_of(options.cluster) if options.cluster else []
     if cluster:
         counts, options.ranks_per_host = list(range(1, len(cluster) + 1)), max(host.ranks for host in cluster)
-    wanted = [parse(name) for name in options.strategy or (*learning.CANDIDATES, *learning.OTHERS)]
-    profiler = _Profiler(options, counts, prediction.reducers(wanted))
+    profiler = _Profiler(options, counts, prediction.reducers(_wanted(options)))
     observe(options.workload, options.flags, profiler)
     assert profiler.profile is not None and profiler.config is not None
-    able, refused = exchanges_of(options, profiler.config)
+    able, refused = exchanges_of(options, profiler.config, profiler.profile)
     if cluster:
         return _cluster(profiler.profile, profiler.config, cluster, able, refused=refused)
     return _plan(profiler.profile, profiler.config, options, counts, rates, able, refused=refused)
@@ -280,14 +294,14 @@ def _from_run(options: Any, counts: Sequence[int] | None, rates: Sequence[int] |
         global_batch_size=run.global_batch if run.flags.get("global_batch_size") else None,
         batch_size=None if run.flags.get("global_batch_size") else run.flags.get("batch_size"),
     )
-    able, refused = exchanges_of(options, config)
-    names = prediction.reducers([*able, run.exchange])
+    names = prediction.reducers([*_wanted(options), run.exchange])
     known = run.profile.coding_s if run.profile else {}
     missing = [name for name in names if name not in known]
     coding_s = coding.measure(missing, describer.shapes, profile.CODING_S)
     setup = {"device": run.manifest.ranks[0].get("device")}
     shapes = [list(shape) for shape in describer.shapes]
     made = recorded.as_profile(run, shapes, describer.model, setup, coding_s)
+    able, refused = exchanges_of(options, config, made)
     hosts = run.hosts()
     own = prediction.predict(made, run.exchange, hosts, run.global_batch)
     notes = [

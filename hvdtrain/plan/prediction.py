@@ -114,7 +114,7 @@ def _local_s(profile: Profile, host: Host) -> float:
 
 
 def predict(profile: Profile, exchange: Exchange, hosts: Sequence[Host], global_batch: int) -> Prediction:
-    """Predict a training step. Raises ValueError without the cost of coding of the strategy."""
+    """Predict a training step; see `unpredictable`."""
     ranks = sum(host.ranks for host in hosts)
     nodes = nodes_of(profile, hosts, global_batch / ranks)
     return predicted(profile, exchange, hosts, nodes, global_batch)
@@ -160,8 +160,6 @@ def traffic_of(profile: Profile, exchange: Exchange, cost: Cost, hosts: Sequence
     if len(hosts) == 1 or not cost.phases:
         return Traffic()
     reducer = str(exchange.reducer) if exchange.reducer else EXACT_REDUCER
-    if reducer not in profile.coding_s:
-        raise ValueError(f"the profile has no cost of {reducer}")
     each = exchange.reducer or component(EXACT_REDUCER)
     pair = each.cls.cost(profile.shapes, 2, each.settings)
     total_s = profile.coding_s[reducer] * _work(cost) / _work(pair)
@@ -285,6 +283,17 @@ def predict_stages(profile: Profile, hosts: Sequence[Host], global_batch: int) -
         sent_bytes=2 * micro_batches * sent,
         bottleneck="a link between stages" if slow_link else "the slowest stage",
     )
+
+
+def unpredictable(profile: Profile, exchange: Exchange) -> str | None:
+    """Return why a strategy cannot be predicted from this profile; None if it can."""
+    missing = set(reducers([exchange])) - set(profile.coding_s)
+    if missing:
+        return f"{exchange}: no time was left to measure {', '.join(missing)}; hint: give fewer --strategy"
+    cost = exchange.cost(profile.shapes, Layout(ranks=2, hosts=2))
+    if exchange.reducer is None and any(phase.codec != "fp32" for phase in cost.phases):
+        return f"{exchange}: its own compression cannot be measured; hint: a reducer, see --strategy help"
+    return None
 
 
 def reducers(exchanges: Sequence[Exchange]) -> list[str]:

@@ -37,7 +37,7 @@ STEPS_S = 12.0
 """Time for measuring steps, over all batch sizes"""
 CODING_S = 15.0
 """Time for measuring reducers"""
-WARM_UP_STEPS = 2
+WARM_UP_STEPS = 3
 MOST_STEPS = 40
 AVERAGINGS = 5
 NAP_S = 0.005

@@ -56,7 +56,9 @@ def text(plan: Plan) -> str:
             rows += [[*(row := _row(each, one))[:-1], _points(each), row[-1]] for each in order]
             lines += ["", f"{network}: all strategies on {most} hosts", *_table(rows)]
     lines += ["", *(advice(plan, network) for network in plan.networks)]
-    lines += [f"cannot run: {reason}" for reason in plan.refused.values()]
+    lines += [f"not predicted: {reason}" for reason in plan.refused.values()]
+    if profile.peak_rss_bytes:
+        lines.append(f"memory: up to {profile.peak_rss_bytes / 1e9:.2f} GB for each rank while profiling")
     return "\n".join([*lines, *plan.notes])
 
 

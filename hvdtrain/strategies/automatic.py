@@ -40,5 +40,7 @@ def rule(text: str) -> Rule | None:
     except ValueError:
         points = math.nan
     if not 0 <= points < 100:
-        raise Failure(f"--strategy {text}: hint: auto, auto:exact or auto:within=0.3 (points)", exits.BAD_CONFIG)
+        raise Failure(
+            f"--strategy {text}: auto has no such setting; hint: auto:exact or auto:within=0.3", exits.BAD_CONFIG
+        )
     return Rule(within=points)

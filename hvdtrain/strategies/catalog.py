@@ -52,6 +52,7 @@ def _all(shapes: Sequence[Shape], layout: Layout) -> list[str]:
         f"A reducer can follow the plus of {', '.join(able)} (default: {registry.DEFAULT_REDUCER}):",
         f"  --strategy {registry.ADVICE[-1][0]}",
         "Details of one strategy: --strategy help:NAME. Which one to choose: docs/guides/choose-a-strategy.md",
+        "Times per step on your hosts: hvdtrain plan. A choice before step 0: --strategy auto.",
     ]
 
 

@@ -135,14 +135,11 @@ def with_strategy(job: Job, model: Maker) -> Job:
     if rule is None:
         return job
     exchanges = choice.candidates(rule, config)
-    first = job.ranks.local_rank == 0 and job.ranks.hosts_count > 1
-    used = [job.run.plan.rank_batch] if job.ranks.hosts_count > 1 else []
-    chosen = choice.Chosen(EXACT_REDUCER, "one host: nothing is sent over the network")
-    if used:
-        own = measured(job, model, used, reducers(exchanges) if first else (), AUTO_STEPS_S, AUTO_CODING_S)
-        chosen = choice.choose(own, job.ranks, exchanges, job.run.plan.global_batch)
-    else:
-        own = None
+    own, chosen = None, choice.Chosen(EXACT_REDUCER, "one host: nothing is sent over the network")
+    if job.ranks.hosts_count > 1:
+        plan, names = job.run.plan, reducers(exchanges) if job.ranks.local_rank == 0 else []
+        own = measured(job, model, [plan.rank_batch], names, AUTO_STEPS_S, AUTO_CODING_S)
+        chosen = choice.choose(own, job.ranks, exchanges, plan.global_batch)
     exchange = parse(chosen.strategy)
     if job.ranks.rank == 0:
         print(f"strategy       {chosen.strategy}: {chosen.reason}", file=sys.stderr, flush=True)

@@ -27,7 +27,7 @@ from hvdtrain.models.layers import Layer
 from hvdtrain.pipeline.plan import Stages
 from hvdtrain.pipeline.schedule import Pipe
 from hvdtrain.records.metrics import Metric
-from hvdtrain.strategies import Exchange, Reducer, Strategy, catalog, registry, shares
+from hvdtrain.strategies import Exchange, Reducer, Strategy, automatic, catalog, registry, shares
 from hvdtrain.strategies.cost import elements
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -219,7 +219,9 @@ class Workload:
             "model": f"{self.model.title}: {parameters:,} parameters, {4 * parameters / 1e6:.2f} MB",
             "data": f"{self.data.dataset.name}: {self.data.title}",
             "ranks": f"{self.environment.size} ({self.environment.launcher}), {config.framework}, {used}",
-            "exchange": exchange.fact(shapes, layout, buckets=not stages.parted),
+            "exchange": f"{config.strategy}: chosen before step 0"
+            if automatic.rule(config.strategy)
+            else exchange.fact(shapes, layout, buckets=not stages.parted),
         }
         if config.stages > 1:
             facts |= stages.facts(stages.guessed(), run.plan.rank_batch)

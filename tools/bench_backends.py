@@ -45,7 +45,7 @@ from hvdtrain.system.rates import goodput_both_ways, parse_rate, show_rate  # no
 
 BACKENDS = ("tcp", "gloo", "mpi")
 OPERATIONS = ("sum-1", "sum-5340", "pairs-40", "pairs-667")
-REPEAT_S = 20.0
+REPEAT_S = 6.0
 """Seconds that the repetitions of one operation may take per backend"""
 PAUSE_S = 0.05
 GOAL = 0.97
@@ -70,7 +70,7 @@ def network_s(operation: str, hosts: int, rate_bit_s: int) -> float:
 
 
 def repeats(expected_s: float, quick: bool) -> int:
-    return 2 if quick else max(3, min(30, int(REPEAT_S / expected_s)))
+    return 2 if quick else max(3, min(10, int(REPEAT_S / expected_s)))
 
 
 # --- one rank --------------------------------------------------------------------------------------------------------
@@ -108,6 +108,7 @@ def rank_program(work: Sequence[tuple[str, int]]) -> None:
 
     def pairs_tcp(parts: np.ndarray) -> Sequence[np.ndarray]:
         assert ours.leaders is not None
+        ours.leaders.max_message_bytes = parts.nbytes
         return ours.leaders.all_to_all(list(parts), even=True)
 
     def pairs_gloo(parts: np.ndarray) -> Sequence[np.ndarray]:

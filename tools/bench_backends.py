@@ -34,7 +34,7 @@ import pandas as pd
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from bench_network import NAMES, cluster, limit_s, starter, throttle  # noqa: E402
+from bench_network import NAMES, SHARE_FROM_BYTES, cluster, limit_s, starter, throttle  # noqa: E402
 
 from hvdtrain.comm.backends.base import Endpoint  # noqa: E402
 from hvdtrain.system import exits  # noqa: E402
@@ -179,10 +179,18 @@ def case(options: argparse.Namespace, rate: int, hosts: int, per_host: int) -> l
     work = [(each, repeats(network_s(each, hosts, rate), options.quick)) for each in operations]
     rows = []
     for operation, backends in (measure(options.name, hosts, per_host, work) if work else {}).items():
-        row = {"rate_mbit": rate / 1e6, "hosts": hosts, "ranks_per_host": per_host, "operation": operation}
-        row |= {"repetitions": dict(work)[operation], "limit_s": network_s(operation, hosts, rate)}
+        row: dict[str, Any] = {"rate_mbit": rate / 1e6, "hosts": hosts, "ranks_per_host": per_host}
+        row |= {
+            "operation": operation,
+            "repetitions": dict(work)[operation],
+            "limit_s": network_s(operation, hosts, rate),
+        }
         for what, suffix in (("seconds", "s"), ("cpu_s", "cpu_s")):
             row |= {f"{each}_{suffix}": statistics.median(backends[each][what]) for each in BACKENDS}
+        fastest_s, limit = min(row[f"{each}_s"] for each in BACKENDS), row["limit_s"]
+        if parse_operation(operation)[1] >= SHARE_FROM_BYTES and fastest_s < limit / 1.2:
+            reason = f"{operation} took {fastest_s:.4f} s, but the network needs {limit:.4f} s"
+            raise Failure(f"{reason}; hint: another program may have removed the throttle")
         row["s_over_gloo"] = row["tcp_s"] / row["gloo_s"]
         row["cpu_over_gloo"] = row["tcp_cpu_s"] / row["gloo_cpu_s"]
         row["better"] = min(row["s_over_gloo"], row["cpu_over_gloo"]) <= GOAL
@@ -216,8 +224,12 @@ def main(arguments: list[str]) -> int:
         return 0
     for operation in options.operations:
         parse_operation(operation)
-    if max(options.hosts) > len(NAMES) or min(options.hosts) < 2 or min(options.ranks_per_host) < 1:
-        raise Failure(f"hint: give 2 to {len(NAMES)} --hosts, and at least 1 --ranks-per-host", exits.USAGE)
+    for flag, values, least, most in (
+        ("hosts", options.hosts, 2, 8),
+        ("ranks-per-host", options.ranks_per_host, 1, 64),
+    ):
+        if wrong := [value for value in values if not least <= value <= most]:
+            raise Failure(f"--{flag} {wrong[0]}; hint: give {least} to {most}", exits.USAGE)
     need_root("the benchmark's virtual cluster")
     rows: list[dict[str, Any]] = []
     for hosts in options.hosts:

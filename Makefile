@@ -3,7 +3,8 @@ FRAMEWORKS ?=
 SHELL := bash
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench bench-network bench-strategies bench-plan bench-stages install-matrix gpu-check docs clean
+.PHONY: help setup demo test lint bench bench-network bench-backends bench-strategies bench-plan bench-stages \
+	install-matrix gpu-check docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -35,6 +36,9 @@ bench: setup  ## measure the training loop against a bare Horovod loop: BENCH_AR
 
 bench-network: setup  ## allreduce over virtual hosts against the network limit (root): BENCH_ARGS='--rates 10mbit'
 	. .venv/bin/activate && python tools/bench_network.py $(BENCH_ARGS)
+
+bench-backends: setup  ## the TCP backend, Gloo and Open MPI over virtual hosts (root): BENCH_ARGS='--rates 100mbit --hosts 4'
+	. .venv/bin/activate && python tools/bench_backends.py $(BENCH_ARGS)
 
 bench-strategies: setup  ## every strategy to a test accuracy at 10, 100, 1000 Mbit/s (root): BENCH_ARGS='--set seed=1'
 	. .venv/bin/activate && hvdtrain sweep strategies $(BENCH_ARGS)

@@ -1,0 +1,253 @@
+#!/usr/bin/env python3
+"""Compare the TCP backend with Gloo (torch.distributed) and Open MPI (mpi4py) on virtual hosts with throttled links.
+
+    sudo make bench-backends BENCH_ARGS='--rates 100mbit --hosts 4 --ranks-per-host 1,4'
+    sudo make bench-backends BENCH_ARGS='--quick --hosts 2 --operations sum-1,pairs-40 --json'
+
+An operation is sum-KB, a float32 sum over all ranks, or pairs-KB, in which each host sends KB kilobytes to each other
+host. The TCP backend sums the vectors of a host's ranks first; Gloo and Open MPI get one flat operation over all ranks,
+as their users would call it. Pairs are measured with one rank per host, because only one rank per host takes part.
+
+Every rank connects all three backends, and each repetition runs them in turn. Seconds are the median over repetitions
+of the slowest rank's time; CPU seconds are the median of all ranks' processor time together. `limit_s` is the time that
+the network needs at 0.936 of the rate, TCP's share with both directions busy. A CPU limit gives each host an equal part
+of this machine's cores. Needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from bench_network import NAMES, SHARE_FROM_BYTES, cluster, limit_s, starter, throttle  # noqa: E402
+
+from hvdtrain.comm.backends.base import Endpoint  # noqa: E402
+from hvdtrain.system import exits  # noqa: E402
+from hvdtrain.system.arguments import Parser  # noqa: E402
+from hvdtrain.system.commands import need_root  # noqa: E402
+from hvdtrain.system.exits import Failure  # noqa: E402
+from hvdtrain.system.rates import goodput_both_ways, parse_rate, show_rate  # noqa: E402
+
+BACKENDS = ("tcp", "gloo", "mpi")
+OPERATIONS = ("sum-1", "sum-5340", "pairs-40", "pairs-667")
+REPEAT_S = 6.0
+"""Seconds that the repetitions of one operation may take per backend"""
+PAUSE_S = 0.05
+GOAL = 0.97
+"""Share of Gloo's seconds or CPU seconds that the TCP backend may take at most"""
+MARK = "bench_backends "
+
+
+def parse_operation(operation: str) -> tuple[str, int]:
+    """Return the kind of an operation and its bytes. Raises Failure (2)."""
+    kind, _, kilobytes = operation.partition("-")
+    if kind not in ("sum", "pairs") or not kilobytes.isdecimal() or int(kilobytes) == 0:
+        raise Failure(f"{operation!r} is not an operation; hint: write sum-KB or pairs-KB", exits.USAGE)
+    return kind, 1000 * int(kilobytes)
+
+
+def network_s(operation: str, hosts: int, rate_bit_s: int) -> float:
+    """Seconds that the network needs for an operation."""
+    kind, nbytes = parse_operation(operation)
+    if kind == "sum":
+        return limit_s(hosts, nbytes, rate_bit_s)
+    return (hosts - 1) * nbytes * 8 / goodput_both_ways(rate_bit_s)
+
+
+def repeats(expected_s: float, quick: bool) -> int:
+    return 2 if quick else max(3, min(10, int(REPEAT_S / expected_s)))
+
+
+# --- one rank --------------------------------------------------------------------------------------------------------
+
+
+def rank_program(work: Sequence[tuple[str, int]]) -> None:
+    """Time each (operation, repetitions). Rank 0 prints one JSON line."""
+    import torch
+    import torch.distributed as dist
+    from mpi4py import MPI
+
+    from hvdtrain.comm.backends.ddp import DdpCommunicator
+    from hvdtrain.comm.backends.tcp import TcpCommunicator
+    from hvdtrain.comm.launch_env import launch_env
+    from hvdtrain.comm.rendezvous import join
+
+    torch.set_num_threads(1)
+    rendezvous, endpoint = join(launch_env()), Endpoint(socket.gethostname(), "eth0")
+    ours, gloo = TcpCommunicator(rendezvous, endpoint), DdpCommunicator(rendezvous, endpoint, gpu=False)
+
+    def sum_tcp(vector: np.ndarray) -> np.ndarray:
+        ours.local_reduce(vector)
+        if leaders := ours.leaders:
+            leaders.all_reduce(vector)
+        ours.local_broadcast(vector)
+        return vector
+
+    def sum_gloo(vector: np.ndarray) -> np.ndarray:
+        dist.all_reduce(torch.from_numpy(vector))
+        return vector
+
+    def sum_mpi(vector: np.ndarray) -> np.ndarray:
+        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, vector)
+        return vector
+
+    def pairs_tcp(parts: np.ndarray) -> Sequence[np.ndarray]:
+        assert ours.leaders is not None
+        ours.leaders.max_message_bytes = parts.nbytes
+        return ours.leaders.all_to_all(list(parts), even=True)
+
+    def pairs_gloo(parts: np.ndarray) -> Sequence[np.ndarray]:
+        dist.all_to_all_single(torch.from_numpy(received := np.empty_like(parts)), torch.from_numpy(parts))
+        return list(received)
+
+    def pairs_mpi(parts: np.ndarray) -> Sequence[np.ndarray]:
+        MPI.COMM_WORLD.Alltoall(parts, received := np.empty_like(parts))
+        return list(received)
+
+    sums: dict[str, Callable[[np.ndarray], Any]] = {"tcp": sum_tcp, "gloo": sum_gloo, "mpi": sum_mpi}
+    pairs: dict[str, Callable[[np.ndarray], Any]] = {"tcp": pairs_tcp, "gloo": pairs_gloo, "mpi": pairs_mpi}
+
+    def timed(backend: str, kind: str, nbytes: int) -> tuple[float, float]:
+        """Return this rank's seconds and CPU seconds for one operation, after checking its result."""
+        call = {"sum": sums, "pairs": pairs}[kind][backend]
+        values = np.full((*([ours.size] if kind == "pairs" else []), nbytes // 4), 1 + ours.rank, np.float32)
+        time.sleep(PAUSE_S)
+        sums[backend](np.zeros(1, np.float32))  # all ranks start together
+        before, began = time.process_time(), time.perf_counter()
+        received = call(values)
+        seconds, cpu_s = time.perf_counter() - began, time.process_time() - before
+        ranks = np.arange(1, ours.size + 1)
+        expected = [[total] for total in ranks] if kind == "pairs" else ranks.sum()
+        if not np.array_equal(received, np.broadcast_to(expected, np.shape(received))):
+            raise RuntimeError(f"{backend}: {kind} of {nbytes} bytes gave a wrong result")
+        return seconds, cpu_s
+
+    report = {}
+    for operation, times in work:
+        for backend in BACKENDS:
+            timed(backend, *parse_operation(operation)) if times > 3 else None
+        own = [{each: timed(each, *parse_operation(operation)) for each in BACKENDS} for _ in range(times)]
+        everyone = ours.gather(own)
+        report[operation] = {
+            backend: {
+                "seconds": [max(ranks[turn][backend][0] for ranks in everyone) for turn in range(times)],
+                "cpu_s": [sum(ranks[turn][backend][1] for ranks in everyone) for turn in range(times)],
+            }
+            for backend in BACKENDS
+        }
+    if ours.rank == 0:
+        print(MARK + json.dumps(report), flush=True)
+    gloo.shutdown()
+    ours.shutdown()
+
+
+# --- the cluster -----------------------------------------------------------------------------------------------------
+
+
+def measure(name: str, hosts: int, per_host: int, work: Sequence[tuple[str, int]]) -> dict[str, Any]:
+    """Run the ranks with mpirun and return the report of rank 0."""
+    listed = ",".join(f"{host}:{per_host}" for host in NAMES[:hosts])
+    words = ["tools/cluster.sh", "exec", "--name", name, "a", "--", *starter("mpirun", listed, hosts * per_host)]
+    words += [sys.executable, "tools/bench_backends.py", "--rank", json.dumps(work)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    for line in done.stdout.splitlines():
+        if MARK + "{" in line:
+            return dict(json.loads(line[line.index("{") :]))
+    errors = [line for line in done.stderr.splitlines() if "Error" in line or "hvdtrain:" in line]
+    reason = errors[0] if errors else done.stderr[-600:]
+    raise Failure(f"{listed} printed no report (exit code {done.returncode}): {reason}")
+
+
+def case(options: argparse.Namespace, rate: int, hosts: int, per_host: int) -> list[dict[str, Any]]:
+    """Run the operations of one case; return a row for each."""
+    operations = [each for each in options.operations if per_host == 1 or parse_operation(each)[0] == "sum"]
+    work = [(each, repeats(network_s(each, hosts, rate), options.quick)) for each in operations]
+    rows = []
+    for operation, backends in (measure(options.name, hosts, per_host, work) if work else {}).items():
+        row: dict[str, Any] = {"rate_mbit": rate / 1e6, "hosts": hosts, "ranks_per_host": per_host}
+        row |= {
+            "operation": operation,
+            "repetitions": dict(work)[operation],
+            "limit_s": network_s(operation, hosts, rate),
+        }
+        for what, suffix in (("seconds", "s"), ("cpu_s", "cpu_s")):
+            row |= {f"{each}_{suffix}": statistics.median(backends[each][what]) for each in BACKENDS}
+        fastest_s, limit = min(row[f"{each}_s"] for each in BACKENDS), row["limit_s"]
+        if parse_operation(operation)[1] >= SHARE_FROM_BYTES and fastest_s < limit / 1.2:
+            reason = f"{operation} took {fastest_s:.4f} s, but the network needs {limit:.4f} s"
+            raise Failure(f"{reason}; hint: another program may have removed the throttle")
+        row["s_over_gloo"] = row["tcp_s"] / row["gloo_s"]
+        row["cpu_over_gloo"] = row["tcp_cpu_s"] / row["gloo_cpu_s"]
+        row["better"] = min(row["s_over_gloo"], row["cpu_over_gloo"]) <= GOAL
+        rows.append(row)
+    print(f"{show_rate(rate)}, {hosts} hosts, {per_host} per host: done", file=sys.stderr, flush=True)
+    return rows
+
+
+def parser() -> Parser:
+    top = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    top.add_argument("--rates", type=lambda text: [parse_rate(part) for part in text.split(",")], metavar="RATES")
+    top.add_argument("--hosts", type=numbers, default=[2, 4, 8], metavar="N", help="numbers of hosts (default: 2,4,8)")
+    top.add_argument("--ranks-per-host", type=numbers, default=[1, 4], metavar="N", help="(default: 1,4)")
+    top.add_argument("--operations", type=lambda text: text.split(","), default=list(OPERATIONS), metavar="NAMES")
+    top.add_argument("--quick", action="store_true", help="two repetitions of each operation")
+    top.add_argument("--name", default="bbench", help="name of the virtual cluster (default: bbench)")
+    top.add_argument("--json", action="store_true", help="one JSON document instead of the table")
+    top.add_argument("--rank", help=argparse.SUPPRESS)
+    top.set_defaults(rates=[10_000_000, 100_000_000, 1_000_000_000])
+    return top
+
+
+def main(arguments: list[str]) -> int:
+    options = parser().parse_args(arguments)
+    if options.rank:
+        rank_program([(operation, times) for operation, times in json.loads(options.rank)])
+        return 0
+    for operation in options.operations:
+        parse_operation(operation)
+    for flag, values, least, most in (
+        ("hosts", options.hosts, 2, 8),
+        ("ranks-per-host", options.ranks_per_host, 1, 64),
+    ):
+        if wrong := [value for value in values if not least <= value <= most]:
+            raise Failure(f"--{flag} {wrong[0]}; hint: give {least} to {most}", exits.USAGE)
+    need_root("the benchmark's virtual cluster")
+    rows: list[dict[str, Any]] = []
+    for hosts in options.hosts:
+        share = f"{(os.cpu_count() or 1) / hosts:g}"
+        cluster("up", "--name", options.name, "--hosts", ",".join(NAMES[:hosts]), "--cpu-share", share)
+        try:
+            for rate in options.rates:
+                throttle(options.name, rate)
+                for per_host in options.ranks_per_host:
+                    rows += case(options, rate, hosts, per_host)
+        finally:
+            cluster("down", "--name", options.name)
+    if options.json:
+        print(json.dumps({"schema": "hvdtrain/bench-backends/1", "rows": rows}))
+    else:
+        print(pd.DataFrame(rows).to_string(index=False, float_format="{:.4g}".format))
+    return 0
+
+
+if __name__ == "__main__":
+    exits.end(main, sys.argv[1:])

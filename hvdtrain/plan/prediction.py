@@ -68,8 +68,8 @@ class Prediction:
         return self.samples_per_s / one.samples_per_s
 
     def speedup_to_target(self, one: Prediction) -> tuple[float, float] | None:
-        """Return least and most speed-up to the same accuracy, if the number of hosts does not change the batch."""
-        if self.steps_factor is None:
+        """Return least and most speed-up to the same accuracy; None without a record for this batch per step."""
+        if self.steps_factor is None or self.global_batch != one.global_batch:
             return None
         least, most = self.steps_factor
         return self.speedup(one) / most, self.speedup(one) / least

@@ -57,6 +57,8 @@ def text(plan: Plan) -> str:
             lines += ["", f"{network}: all strategies on {most} hosts", *_table(rows)]
     lines += ["", *(advice(plan, network) for network in plan.networks)]
     lines += [f"not predicted: {reason}" for reason in plan.refused.values()]
+    if any(each.global_batch != one.global_batch for network in plan.networks for each in plan.best(network).values()):
+        lines.append("the batch of a step grows with the hosts, which changes learning; --global-batch-size keeps it")
     if profile.peak_rss_bytes:
         lines.append(f"memory: up to {profile.peak_rss_bytes / 1e9:.2f} GB for each rank while profiling")
     return "\n".join([*lines, *plan.notes])
@@ -70,7 +72,7 @@ def _row(each: Prediction, one: Prediction) -> list[str]:
         *(f"{seconds:.3g}" for seconds in times),
         f"{each.sent_bytes / 1e6:.3g}",
         f"{each.speedup(one):.2f}",
-        f"{target[0]:.2f} .. {target[1]:.2f}" if target else "not recorded",
+        f"{target[0]:.2f} .. {target[1]:.2f}" if target else "-",
         each.strategy if each.hosts > 1 else "",
     ]
 

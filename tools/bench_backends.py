@@ -83,7 +83,7 @@ def rank_program(work: Sequence[tuple[str, int]]) -> None:
     from mpi4py import MPI
 
     from hvdtrain.comm.backends.ddp import DdpCommunicator
-    from hvdtrain.comm.backends.tcp import TcpCommunicator
+    from hvdtrain.comm.backends.tcp import TcpCommunicator, TcpLeaderGroup
     from hvdtrain.comm.launch_env import launch_env
     from hvdtrain.comm.rendezvous import join
 
@@ -107,7 +107,7 @@ def rank_program(work: Sequence[tuple[str, int]]) -> None:
         return vector
 
     def pairs_tcp(parts: np.ndarray) -> Sequence[np.ndarray]:
-        assert ours.leaders is not None
+        assert isinstance(ours.leaders, TcpLeaderGroup)
         ours.leaders.max_message_bytes = parts.nbytes
         return ours.leaders.all_to_all(list(parts), even=True)
 

@@ -16,7 +16,7 @@ from hvdtrain.strategies.advice import advice, network_s
 from hvdtrain.training.summary import advised
 
 HIERARCHICAL, POWERSGD = "--strategy hierarchical", "--strategy powersgd:rank=4"
-LOCAL = "--strategy local-sgd:every=4,staleness=2+powersgd:rank=12,bits=4"
+LOCAL = "--strategy local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4"
 SLOW = {"exchange": 0.9, "exchange_least": 0.9, "compute": 0.1, "data": 0.0}
 
 

@@ -322,8 +322,8 @@ def test_a_plan_from_a_run_reproduces_its_step(tmp_path: Path, capsys: pytest.Ca
     ("line", "code", "words"),
     [
         ("resnt", 2, "did you mean resnet?"),
-        ("", 2, "name a workload"),
-        ("resnet --from x", 2, "name a workload"),
+        ("", 2, "hint: name a workload"),
+        ("resnet --from x", 2, "hint: name a workload"),
         ("resnet --hosts 0", 2, "--hosts 0"),
         ("resnet --hosts 4..2", 2, "1..16"),
         ("resnet --rates 0mbit", 2, "8kbit"),

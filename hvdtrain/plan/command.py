@@ -91,7 +91,10 @@ def parser() -> Parser:
 def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(list(arguments))
     if bool(options.workload) == bool(options.run):
-        raise Failure("hvdtrain plan: name a workload, or give --from RUN (see hvdtrain plan --help)", exits.USAGE)
+        raise Failure(
+            "plan from one thing; hint: name a workload, or give --from RUN (see --help)",
+            exits.USAGE,
+        )
     if launch_env().size > 1:
         raise Failure("hvdtrain plan is one process; hint: start it without a launcher", exits.USAGE)
     if options.figure and options.figure.suffix[1:] not in style.UNDATED:

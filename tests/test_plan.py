@@ -16,7 +16,7 @@ from hvdtrain import cli, strategies
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.models.resnet import ResNetSpec, parameters
 from hvdtrain.plan import choice, coding, learning, prediction, profile
-from hvdtrain.plan.network import Link, measured
+from hvdtrain.plan.network import Link, Uplink, measured
 from hvdtrain.plan.prediction import Host
 from hvdtrain.plan.profile import Point, Profile
 from hvdtrain.plan.simulation import Message, Node, Traffic, simulate
@@ -84,6 +84,24 @@ def test_one_direction_carries_more_than_both() -> None:
     assert SLOW.seconds(1e6, 0) == pytest.approx(8 / 9.564, rel=1e-3)
     uneven = Link.of_rate(10e6, 1e6)
     assert uneven.seconds(1e6, 1e6) == pytest.approx(8 / 0.936)
+
+
+def test_switches_share_their_uplink() -> None:
+    sent, count, each = 4e5, 8, 4
+    rate = SLOW.up
+    pairs = Message(ready=1.0, sent=sent, received=sent, hops=0, peers=count - 1)
+    ring = dataclasses.replace(pairs, peers=1)
+
+    def waited_s(message: Message, uplink: Uplink | None) -> float:
+        return simulate(nodes(count, uplink=uplink), Traffic(messages=(message,))).waiting_s
+
+    flat_s = waited_s(pairs, None)
+    assert waited_s(pairs, Uplink(hosts=each, rate=each * rate)) == pytest.approx(flat_s), "no oversubscription"
+    assert waited_s(pairs, Uplink(hosts=count, rate=1.0)) == pytest.approx(flat_s), "one switch has no uplink"
+    crossing = each * (count - each) / (count - 1)
+    assert waited_s(pairs, Uplink(hosts=each, rate=rate)) == pytest.approx(crossing * flat_s)
+    assert waited_s(ring, Uplink(hosts=each, rate=rate)) == pytest.approx(flat_s), "a ring crosses it once"
+    assert waited_s(ring, Uplink(hosts=each, rate=rate / 2)) == pytest.approx(2 * flat_s)
 
 
 def test_gradients_that_are_ready_early_are_sent_during_backward() -> None:
@@ -330,6 +348,7 @@ def test_a_plan_from_a_run_reproduces_its_step(tmp_path: Path, capsys: pytest.Ca
         ("resnet --rates 10mbps", 2, "counts bytes"),
         ("resnet --ranks-per-host 0", 2, "above 0"),
         ("resnet --latency -1", 2, "--latency"),
+        ("resnet --switch 4", 2, "--uplink"),
         ("resnet --figure x.gif", 2, ".svg"),
         ("resnet --strategy nonsense", 78, "unknown strategy"),
         ("resnet --no-such-flag", 2, "--no-such-flag"),

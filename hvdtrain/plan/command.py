@@ -19,7 +19,7 @@ from hvdtrain.config import workloads
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.launch.tuning import MMAP_THRESHOLD_BYTES
 from hvdtrain.plan import coding, learning, prediction, probe, profile, recorded, report
-from hvdtrain.plan.network import LATENCY_S, Link
+from hvdtrain.plan.network import LATENCY_S, Link, Uplink
 from hvdtrain.plan.prediction import Host
 from hvdtrain.plan.profile import Profile
 from hvdtrain.plan.report import Plan
@@ -30,7 +30,7 @@ from hvdtrain.sweep.dry_run import command_flags
 from hvdtrain.system import exits, files
 from hvdtrain.system.arguments import Parser, near
 from hvdtrain.system.exits import Failure
-from hvdtrain.system.rates import parse_rate, show_rate
+from hvdtrain.system.rates import goodput_both_ways, parse_rate, show_rate
 from hvdtrain.training import profiled
 from hvdtrain.training.job import Job
 from hvdtrain.training.workload import Workload
@@ -76,6 +76,8 @@ def parser() -> Parser:
     top.add_argument(
         "--slow", default=None, metavar="RATE[/RATE]", help="rate of the last host's link, or its rates up and down"
     )
+    top.add_argument("--switch", type=int, metavar="N", help="hosts of each switch, if there are several switches")
+    top.add_argument("--uplink", metavar="RATE", help="rate of the link from each switch to the others")
     top.add_argument(
         "--latency", type=float, default=1e3 * LATENCY_S, metavar="MS", help="of a message (default: %(default)g ms)"
     )
@@ -103,6 +105,8 @@ def main(arguments: Sequence[str]) -> int:
         raise Failure(f"--latency {options.latency:g}: hint: give milliseconds, 0 or more", exits.USAGE)
     if not 1 <= options.ranks_per_host <= 1024 or (options.cores is not None and not options.cores > 0):
         raise Failure("--ranks-per-host and --cores: hint: give a number above 0", exits.USAGE)
+    if bool(options.switch) != bool(options.uplink) or (options.switch or 1) < 1:
+        raise Failure("--switch and --uplink belong together; hint: --switch 24 --uplink 10gbit", exits.USAGE)
     if options.cluster and (options.run or options.hosts or options.rates):
         raise Failure("-H cannot be combined with --from, --hosts or --rates; hint: leave them out", exits.USAGE)
     counts = counts_of(options.hosts) if options.hosts else None
@@ -241,8 +245,11 @@ def links_of(options: Any, rate: int, count: int) -> list[Link]:
 
 def _hosts(options: Any, rate: int, count: int) -> list[Host]:
     links = links_of(options, rate, count)
+    uplink = None
+    if options.switch:
+        uplink = Uplink(hosts=options.switch, rate=goodput_both_ways(parse_rate(options.uplink)) / 8)
     return [
-        Host(name=str(number), link=link, ranks=options.ranks_per_host, cores=options.cores)
+        Host(name=str(number), link=link, ranks=options.ranks_per_host, cores=options.cores, uplink=uplink)
         for number, link in enumerate(links, start=1)
     ]
 

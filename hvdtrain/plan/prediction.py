@@ -11,9 +11,9 @@ from hvdtrain.models.layers import Layer
 from hvdtrain.pipeline import partition
 from hvdtrain.plan import learning
 from hvdtrain.plan import stages as stage_simulation
-from hvdtrain.plan.network import Link
+from hvdtrain.plan.network import Link, Uplink
 from hvdtrain.plan.profile import FORWARD, Profile
-from hvdtrain.plan.simulation import Message, Node, Traffic, simulate, transfer_s
+from hvdtrain.plan.simulation import Message, Node, Traffic, link_s, simulate, transfer_s, uplink_s
 from hvdtrain.plan.stages import Stage
 from hvdtrain.strategies.algorithms.overlapped import buckets
 from hvdtrain.strategies.cost import Cost, Layout, Phase, elements
@@ -34,6 +34,8 @@ class Host:
     ranks: int = 1
     cores: float | None = None
     """None: the cores of the profiled host"""
+    uplink: Uplink | None = None
+    """Of the host's switch; None: one switch connects all hosts"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,6 +98,7 @@ def nodes_of(profile: Profile, hosts: Sequence[Host], rank_batch: float) -> list
             Node(
                 name=host.name,
                 link=host.link,
+                uplink=host.uplink,
                 backward_s=profile.backward_s(rank_batch) * slower,
                 update_s=profile.update_s * slower + local_s,
                 averaging_s=profile.averaging_s * host.ranks,
@@ -176,6 +179,7 @@ def traffic_of(profile: Profile, exchange: Exchange, cost: Cost, hosts: Sequence
                     sent=sent * share,
                     received=received * share,
                     hops=phase.hops,
+                    peers=phase.peers,
                     coding_s=(total_s * _amount(phase) / whole + local_s) * share,
                     central=phase.received_per_peer is not None,
                 )
@@ -228,6 +232,8 @@ def _bottleneck(nodes: Sequence[Node], traffic: Traffic, step_s: float, computin
     node = nodes[seconds.index(slowest_s)]
     if sum(message.hops for message in traffic.messages) * node.link.latency_s > slowest_s / 2:
         return "the latency of the network"
+    if any(uplink_s(node, each, True, len(nodes)) > link_s(node, each, True, len(nodes)) for each in traffic.messages):
+        return "the uplinks of the switches"
     return _of("the link", node.name, seconds)
 
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from conftest import fails, trainings
 from runs import make, read_run
 
 from hvdtrain import cli, strategies
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config.options import TrainConfig
+from hvdtrain.data import Batch
 from hvdtrain.models.resnet import ResNetSpec, parameters
 from hvdtrain.plan import choice, coding, learning, prediction, profile
 from hvdtrain.plan.network import Link, Uplink, measured
@@ -359,6 +364,47 @@ def test_a_plan_from_a_run_reproduces_its_step(tmp_path: Path, capsys: pytest.Ca
 )
 def test_mistakes_are_one_line(line: str, code: int, words: str) -> None:
     fails(lambda: cli.command(["plan", *line.split()]), code, words)
+
+
+class Noisy:
+    """A replica whose gradients are a known vector and noise of a known variance."""
+
+    def __init__(self, mean: np.ndarray, deviation: float, seed: int) -> None:
+        self._mean, self._deviation, self._random = mean, deviation, np.random.default_rng(seed)
+
+    def backward(self, batch: Batch, lr: float, stop: bool) -> None:
+        noise = self._random.standard_normal(len(self._mean)) * self._deviation / batch.weight**0.5
+        self._gradient = (self._mean + noise).astype(np.float32)
+
+    def synchronize(self) -> None: ...
+
+    def vector(self) -> np.ndarray:
+        return self._gradient
+
+    def apply(self, lr: float) -> None: ...
+
+
+@pytest.mark.parametrize("batch", [8, 64])
+def test_the_noise_scale_of_known_gradients_is_in_its_interval(batch: int) -> None:
+    size, deviation, inside = 1000, 0.1, 0
+    mean = np.full(size, 0.01)
+    truth = size * deviation**2 / float(mean @ mean)
+    batches = itertools.repeat(Batch(arrays=(), weight=batch, total_weight=batch))
+    for seed in range(20):
+        probe = profile.Probe(Communicator(), [(size,)], TrainConfig(), None, None)
+        least, most = profile.noise_scale(Noisy(mean, deviation, seed), probe, batches, lambda _: 0.0, 0.0)
+        inside += least <= truth <= (math.inf if most is None else most)
+    assert inside >= 16, "about 19 of 20 intervals of two standard errors contain it"
+
+
+def test_a_larger_batch_needs_more_epochs() -> None:
+    assert learning.epochs_factor(128, 128, (10.0, None)) == (1.0, 1.0)
+    least, most = learning.epochs_factor(128, 32, (32.0, None))
+    assert (least, most) == (1.0, pytest.approx(2.5))
+    one = prediction.predict(made(noise_scale=(32.0, None)), parse("hierarchical"), hosts(FAST), 32)
+    four = prediction.predict(made(noise_scale=(32.0, None)), parse("hierarchical"), hosts(*[FAST] * 4), 128)
+    speedup = four.speedup(one)
+    assert four.speedup_to_target(one) == (pytest.approx(speedup / 2.5), pytest.approx(speedup))
 
 
 def test_a_strategy_that_cannot_run_is_not_predicted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.comm.lifecycle import StopSignal
 from hvdtrain.config import workloads
@@ -162,6 +164,9 @@ class _Profiler(profiled.Observer):
             profile.keep(kept, key)
         elif missing := [name for name in self._names if name not in kept.coding_s]:
             kept = profile.with_coding(kept, coding.measure(missing, kept.shapes, profile.CODING_S, job.threads))
+            profile.keep(kept, key)
+        if kept.noise_scale is None and global_batch(config, 1) != global_batch(config, 2):
+            kept = msgspec.structs.replace(kept, noise_scale=profiled.noise_scale(job, model))
             profile.keep(kept, key)
         self.profile = kept
         raise profiled.Done

@@ -59,6 +59,8 @@ class Prediction:
     """For people"""
     steps_factor: tuple[float, float] | None = None
     """Steps to a target accuracy relative to exact sums; None if it was not recorded"""
+    noise_scale: tuple[float, float | None] | None = None
+    """See `Profile`"""
     loss_points: float | None = None
 
     @property
@@ -70,11 +72,19 @@ class Prediction:
         return self.samples_per_s / one.samples_per_s
 
     def speedup_to_target(self, one: Prediction) -> tuple[float, float] | None:
-        """Return least and most speed-up to the same accuracy; None without a record for this batch per step."""
-        if self.steps_factor is None or self.global_batch != one.global_batch:
+        """Return least and most speed-up to the same accuracy; None without a record of the strategy or the batch."""
+        epochs = self.epochs_factor(one)
+        if self.steps_factor is None or epochs is None:
             return None
-        least, most = self.steps_factor
+        least, most = (steps * epoch for steps, epoch in zip(self.steps_factor, epochs, strict=True))
         return self.speedup(one) / most, self.speedup(one) / least
+
+    def epochs_factor(self, one: Prediction) -> tuple[float, float] | None:
+        """Return least and most epochs to the same accuracy that this batch needs, relative to one host's batch."""
+        if self.global_batch == one.global_batch:
+            return 1.0, 1.0
+        scale = self.noise_scale
+        return learning.epochs_factor(self.global_batch, one.global_batch, scale) if scale else None
 
     @property
     def ranking_s(self) -> float:
@@ -151,6 +161,7 @@ def predicted(
         sent_bytes=cost.sent_bytes if len(hosts) > 1 else 0.0,
         bottleneck=_bottleneck(nodes, traffic, timeline.step_s, computing_s, coding_s),
         steps_factor=recorded.steps if recorded else None,
+        noise_scale=profile.noise_scale,
         loss_points=recorded.loss_points if recorded else None,
     )
 

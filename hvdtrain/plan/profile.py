@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import platform
 import resource
 import statistics
@@ -19,15 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from hvdtrain import records
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.data import Batch
 from hvdtrain.data.prepared import cache_folder, caching
 from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies import Exchanged, Strategy, Vectors
 from hvdtrain.strategies.algorithms.overlapped import buckets
 from hvdtrain.strategies.base import ReducerCost
-from hvdtrain.strategies.cost import Cost, Layout, Shape
+from hvdtrain.strategies.cost import Cost, Layout, Shape, elements
 from hvdtrain.system import cgroup, exits, files, proc
 from hvdtrain.system.exits import Failure
 
@@ -40,6 +43,9 @@ CODING_S = 15.0
 WARM_UP_STEPS = 3
 MOST_STEPS = 40
 AVERAGINGS = 5
+PILOT_S = 10.0
+PILOT_BATCHES = 24
+"""Batches whose gradients are compared after the pilot"""
 NAP_S = 0.005
 FORWARD = 1 / 3
 """Share of forward in forward and backward, if it was not measured: backward multiplies twice as often"""
@@ -86,6 +92,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Share of forward and backward after which each bucket of gradients is ready; empty if it was not measured"""
     coding_s: dict[str, float] = {}
     """Processor seconds of one all-reduce over two hosts, by reducer"""
+    noise_scale: tuple[float, float | None] | None = None
+    """Samples per step that need twice the epochs of a tiny batch: least and most of an interval, which may have no
+    upper end. None if it was not measured"""
     peak_rss_bytes: int = 0
     unexplained_s: float = 0.0
     """Part of a recorded step with several hosts that the simulation does not explain"""
@@ -139,6 +148,14 @@ class Probe(Strategy):
     """Exchanges nothing, and records when gradients are ready."""
 
     ready_s: list[float]
+
+    @property
+    def shapes(self) -> Sequence[Shape]:
+        return self._shapes
+
+    @property
+    def ranks(self) -> Communicator:
+        return self._world
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, reducer_cost: ReducerCost) -> Cost:
@@ -222,6 +239,46 @@ def averaging_s(replica: Any, probe: Strategy, local: Strategy, batch: Batch) ->
             replica.synchronize()
             spent.append(time.process_time() - before)
     return max(0.0, statistics.median(seconds[local][1:]) - statistics.median(seconds[probe][1:]))
+
+
+def noise_scale(
+    replica: Any, probe: Probe, batches: Iterator[Batch], learning_rate: Callable[[int], float], budget_s: float
+) -> tuple[float, float | None]:
+    """Train for half of the time, and return `Profile.noise_scale` of the weights that result.
+
+    The gradient noise scale is the trace of the covariance of one sample's gradient / the squared norm of the mean
+    gradient (McCandlish et al., 2018, arXiv:1812.06162). Products of gradients of different batches estimate the norm.
+    The interval is two standard errors of that estimate to either side.
+    """
+
+    def backward() -> int:
+        probe.ready_s = []
+        batch = next(batches)
+        replica.backward(batch, 0.0, False)
+        replica.synchronize()
+        return int(batch.weight)
+
+    ending = time.perf_counter() + budget_s / 2
+    step = 0
+    while step < WARM_UP_STEPS or time.perf_counter() < ending:
+        backward()
+        probe.step(replica, learning_rate(step), Clock())
+        step += 1
+    size, samples = elements(probe.shapes), 0
+    total = np.zeros(size, np.float32)
+    squares, products = list[float](), list[float]()
+    for _ in range(PILOT_BATCHES):
+        samples += backward()
+        gradient = replica.vector()[:size]
+        products.append(float(gradient @ total))
+        squares.append(float(gradient @ gradient))
+        total += gradient
+    pairs = PILOT_BATCHES * (PILOT_BATCHES - 1) / 2
+    norm = sum(products) / pairs
+    error = 2 * math.sqrt(sum((each - norm * number) ** 2 for number, each in enumerate(products))) / pairs
+    trace = samples / PILOT_BATCHES * max(0.0, statistics.mean(squares) - norm)
+    least = trace / max(norm + error, 1e-30)
+    return max(1.0, least), max(1.0, trace / (norm - error)) if norm > error else None
 
 
 class Waking:

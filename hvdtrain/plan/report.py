@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,10 +59,22 @@ def text(plan: Plan) -> str:
     lines += ["", *(advice(plan, network) for network in plan.networks)]
     lines += [f"not predicted: {reason}" for reason in plan.refused.values()]
     if any(each.global_batch != one.global_batch for network in plan.networks for each in plan.best(network).values()):
-        lines.append("the batch of a step grows with the hosts, which changes learning; --global-batch-size keeps it")
+        lines.append(_growing_batch(profile))
     if profile.peak_rss_bytes:
         lines.append(f"memory: up to {profile.peak_rss_bytes / 1e9:.2f} GB for each rank while profiling")
     return "\n".join([*lines, *plan.notes])
+
+
+def _growing_batch(profile: Profile) -> str:
+    """Say what a batch that grows with the hosts means for learning."""
+    if profile.noise_scale is None:
+        return "the batch of a step grows with the hosts, which changes learning; --global-batch-size keeps it"
+    least, most = profile.noise_scale
+    scale = f"{least:.2g} samples or more" if most is None else f"{least:.2g} to {most:.2g} samples"
+    return (
+        "the batch of a step grows with the hosts, so training needs more epochs; a batch of "
+        f"{scale} (gradient noise scale early in training) needs twice those of a tiny batch"
+    )
 
 
 def _row(each: Prediction, one: Prediction) -> list[str]:
@@ -100,7 +113,10 @@ def _duration(seconds: float) -> str:
 def advice(plan: Plan, network: str) -> str:
     """Say how many hosts are worth it, and what limits them."""
     by_count = plan.best(network)
-    speeds = {count: each.global_batch / each.ranking_s for count, each in by_count.items()}
+    speeds = {
+        count: each.global_batch / each.ranking_s / statistics.mean(each.epochs_factor(plan.one) or (1.0,))
+        for count, each in by_count.items()
+    }
     highest = max(speeds.values())
     enough = min(count for count, speed in speeds.items() if speed * GAIN >= highest)
     chosen, last = by_count[enough], by_count[max(by_count)]

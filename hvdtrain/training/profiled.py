@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -79,6 +81,30 @@ def key(job: Job) -> dict[str, Any]:
     }
 
 
+def _replica(job: Job, model: Maker) -> tuple[Any, Probe]:
+    """Make a fresh model that exchanges nothing."""
+    config = job.run.config
+    single = RankGroup.watched(Communicator()).connect(config.framework, backend="tcp")
+    probe = Probe(single, job.workload.model.vector_shapes(config.framework), config, None, None)
+    return make_replica(model(None), config, single, probe, job.device, job.workload.metric), probe
+
+
+def _batches(job: Job, size: int, epoch: int = 0) -> Iterator[Batch]:
+    """Yield an epoch's batches of `size` samples, without the last one, which may be short."""
+    loader = Loader(
+        job.dataset.train,
+        global_batch=size,
+        rank=0,
+        size=1,
+        seed=job.run.config.seed,
+        augment=job.workload.data.augment,
+    )
+    whole = len(loader.ends()) - 1 or 1
+    with contextlib.closing(loader.epoch(epoch)) as batches:
+        for _, batch in zip(range(whole), batches, strict=False):
+            yield batch
+
+
 def measured(
     job: Job, model: Maker, sizes: Iterable[int], names: Iterable[str], steps_s: float, coding_s: float
 ) -> Profile:
@@ -87,22 +113,10 @@ def measured(
     `sizes`: samples per step. `names`: reducers. `steps_s`, `coding_s`: times for measuring.
     """
     config, workload = job.run.config, job.workload
-    shapes = workload.model.vector_shapes(config.framework)
-    single = RankGroup.watched(Communicator()).connect(config.framework, backend="tcp")
-    probe = Probe(single, shapes, config, None, None)
-    replica = make_replica(model(None), config, single, probe, job.device, workload.metric)
-
-    def batches(size: int) -> Iterator[Batch]:
-        loader = Loader(
-            job.dataset.train, global_batch=size, rank=0, size=1, seed=config.seed, augment=workload.data.augment
-        )
-        whole = len(loader.ends()) - 1 or 1  # the last batch may be short
-        with contextlib.closing(loader.epoch(0)) as epoch:
-            for _, batch in zip(range(whole), epoch, strict=False):
-                yield batch
-
+    replica, probe = _replica(job, model)
+    shapes, batches = probe.shapes, functools.partial(_batches, job)
     points, ready = profile.timed(replica, probe, batches, sizes, steps_s)
-    local, batch = parse(AVERAGING).make(config, single, shapes), next(batches(points[0].batch))
+    local, batch = parse(AVERAGING).make(config, probe.ranks, shapes), next(batches(points[0].batch))
     averaging_s = profile.averaging_s(replica, probe, local, batch)
     with profile.Waking() as waking:
         for _ in range(max(2, min(10, int(WAKING_S / points[0].backward_s)))):
@@ -124,6 +138,18 @@ def measured(
         coding_s=coding.measure(names, shapes, coding_s, job.threads),
         peak_rss_bytes=profile.peak_rss_bytes(),
     )
+
+
+def noise_scale(job: Job, model: Maker) -> tuple[float, float | None]:
+    """Train a fresh model on this rank for some seconds, and return `Profile.noise_scale`."""
+    plan = job.run.plan
+    replica, probe = _replica(job, model)
+    endless = itertools.chain.from_iterable(_batches(job, plan.global_batch, epoch) for epoch in itertools.count())
+
+    def learning_rate(step: int) -> float:
+        return plan.learning_rate(min(step, plan.steps - 1))
+
+    return profile.noise_scale(replica, probe, endless, learning_rate, profile.PILOT_S)
 
 
 def with_strategy(job: Job, model: Maker) -> Job:

@@ -242,7 +242,12 @@ def averaging_s(replica: Any, probe: Strategy, local: Strategy, batch: Batch) ->
 
 
 def noise_scale(
-    replica: Any, probe: Probe, batches: Iterator[Batch], learning_rate: Callable[[int], float], budget_s: float
+    replica: Any,
+    probe: Probe,
+    batches: Iterator[Batch],
+    batch_size: int,
+    learning_rate: Callable[[int], float],
+    budget_s: float,
 ) -> tuple[float, float | None]:
     """Train for half of the time, and return `Profile.noise_scale` of the weights that result.
 
@@ -251,12 +256,10 @@ def noise_scale(
     The interval is two standard errors of that estimate to either side.
     """
 
-    def backward() -> int:
+    def backward() -> None:
         probe.ready_s = []
-        batch = next(batches)
-        replica.backward(batch, 0.0, False)
+        replica.backward(next(batches), 0.0, False)
         replica.synchronize()
-        return int(batch.weight)
 
     ending = time.perf_counter() + budget_s / 2
     step = 0
@@ -264,11 +267,11 @@ def noise_scale(
         backward()
         probe.step(replica, learning_rate(step), Clock())
         step += 1
-    size, samples = elements(probe.shapes), 0
+    size = elements(probe.shapes)
     total = np.zeros(size, np.float32)
     squares, products = list[float](), list[float]()
     for _ in range(PILOT_BATCHES):
-        samples += backward()
+        backward()
         gradient = replica.vector()[:size]
         products.append(float(gradient @ total))
         squares.append(float(gradient @ gradient))
@@ -276,7 +279,7 @@ def noise_scale(
     pairs = PILOT_BATCHES * (PILOT_BATCHES - 1) / 2
     norm = sum(products) / pairs
     error = 2 * math.sqrt(sum((each - norm * number) ** 2 for number, each in enumerate(products))) / pairs
-    trace = samples / PILOT_BATCHES * max(0.0, statistics.mean(squares) - norm)
+    trace = batch_size * max(0.0, statistics.mean(squares) - norm)
     least = trace / max(norm + error, 1e-30)
     return max(1.0, least), max(1.0, trace / (norm - error)) if norm > error else None
 

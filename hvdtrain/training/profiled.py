@@ -149,7 +149,7 @@ def noise_scale(job: Job, model: Maker) -> tuple[float, float | None]:
     def learning_rate(step: int) -> float:
         return plan.learning_rate(min(step, plan.steps - 1))
 
-    return profile.noise_scale(replica, probe, endless, learning_rate, profile.PILOT_S)
+    return profile.noise_scale(replica, probe, endless, plan.global_batch, learning_rate, profile.PILOT_S)
 
 
 def with_strategy(job: Job, model: Maker) -> Job:

@@ -394,7 +394,7 @@ def test_the_noise_scale_of_known_gradients_is_in_its_interval(batch: int) -> No
         probe = profile.Probe(Communicator(), [(size,)], TrainConfig(), None, None)
         least, most = profile.noise_scale(Noisy(mean, deviation, seed), probe, batches, batch, lambda _: 0.0, 0.0)
         inside += least <= truth <= (math.inf if most is None else most)
-    assert inside >= 16, "about 19 of 20 intervals of two standard errors contain it"
+    assert inside >= 16, "95 % intervals"
 
 
 def test_a_larger_batch_needs_more_epochs() -> None:

@@ -79,7 +79,7 @@ def profiles(options: argparse.Namespace, folder: Path) -> Any:
 
 def predictions_of(plan: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for each cell, with the prediction and the baseline without overlap."""
-    rows = []
+    rows = list[dict[str, Any]]()
     for network in plan["networks"]:
         link = Link.of_rate(parse_rate(network["network"]))
         for each in (prediction for hosts in network["hosts"] for prediction in hosts["predictions"]):
@@ -234,7 +234,7 @@ def main(arguments: list[str]) -> int:
         run_uninterrupted([f"{ROOT}/tools/cluster.sh", *words], os.environ)
 
     cluster("up", "--name", options.name, "--hosts", ",".join(NAMES), "--cpu-share", str(options.cores), "--slots", "1")
-    rows = []
+    rows = list[dict[str, Any]]()
     try:
         cells = predictions_of(profiles(options, folder), options)
         content = json.dumps(cells, indent=1).encode()

@@ -44,8 +44,10 @@ WARM_UP_STEPS = 3
 MOST_STEPS = 40
 AVERAGINGS = 5
 PILOT_S = 10.0
-PILOT_BATCHES = 24
-"""Batches whose gradients are compared after the pilot"""
+PILOT_GROUPS, GROUP_BATCHES = 8, 3
+"""Groups of batches whose mean gradients are compared after the pilot"""
+T_QUANTILE = 2.36
+"""95 %, for the degrees of freedom of the groups"""
 NAP_S = 0.005
 FORWARD = 1 / 3
 """Share of forward in forward and backward, if it was not measured: backward multiplies twice as often"""
@@ -252,8 +254,8 @@ def noise_scale(
     """Train for half of the time, and return `Profile.noise_scale` of the weights that result.
 
     The gradient noise scale is the trace of the covariance of one sample's gradient / the squared norm of the mean
-    gradient (McCandlish et al., 2018, arXiv:1812.06162). Products of gradients of different batches estimate the norm.
-    The interval is two standard errors of that estimate to either side.
+    gradient (McCandlish et al., 2018, arXiv:1812.06162). Products of the gradients of different batches estimate the
+    norm without bias, and the jackknife gives its 95 % interval.
     """
 
     def backward() -> None:
@@ -268,20 +270,27 @@ def noise_scale(
         probe.step(replica, learning_rate(step), Clock())
         step += 1
     size = elements(probe.shapes)
-    total = np.zeros(size, np.float32)
-    squares, products = list[float](), list[float]()
-    for _ in range(PILOT_BATCHES):
+    groups = np.zeros((PILOT_GROUPS, size), np.float32)
+    squares = list[float]()
+    for number in range(PILOT_GROUPS * GROUP_BATCHES):
         backward()
         gradient = replica.vector()[:size]
-        products.append(float(gradient @ total))
         squares.append(float(gradient @ gradient))
-        total += gradient
-    pairs = PILOT_BATCHES * (PILOT_BATCHES - 1) / 2
-    norm = sum(products) / pairs
-    error = 2 * math.sqrt(sum((each - norm * number) ** 2 for number, each in enumerate(products))) / pairs
+        groups[number // GROUP_BATCHES] += gradient / GROUP_BATCHES
+    products = groups @ groups.T
+    norm, *without = (_mean_product(products, gone) for gone in [[], *range(PILOT_GROUPS)])
+    spread = statistics.pvariance(without) * (PILOT_GROUPS - 1)
+    error = T_QUANTILE * math.sqrt(spread)
     trace = batch_size * max(0.0, statistics.mean(squares) - norm)
     least = trace / max(norm + error, 1e-30)
     return max(1.0, least), max(1.0, trace / (norm - error)) if norm > error else None
+
+
+def _mean_product(products: np.ndarray, gone: Any) -> float:
+    """Return the mean product of different groups, without the rows and columns of those that are gone."""
+    left = np.delete(np.delete(products, gone, 0), gone, 1)
+    count = len(left)
+    return float((left.sum() - np.trace(left)) / (count * (count - 1)))
 
 
 class Waking:

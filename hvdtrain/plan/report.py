@@ -124,15 +124,24 @@ def advice(plan: Plan, network: str) -> str:
         if len(by_count) == 1:
             return f"{network}: one host"
         return (
-            f"{network}: do not add hosts: {last.hosts} are {last.speedup(plan.one):.2g} times as fast as one with "
-            f"{last.strategy}; the bottleneck is {last.bottleneck}"
+            f"{network}: do not add hosts: {last.hosts} are {_gain(last, plan.one)} with {last.strategy}; "
+            f"the bottleneck is {last.bottleneck}"
         )
     sentence = (
-        f"{network}: {enough} hosts with {chosen.strategy} are {chosen.speedup(plan.one):.2g} times as fast as one; "
+        f"{network}: {enough} hosts with {chosen.strategy} are {_gain(chosen, plan.one)}; "
         f"the bottleneck is {chosen.bottleneck}"
     )
     more = max(by_count) > enough
     return sentence + (f"; do not add hosts beyond {enough}, which gains less than 5 %" if more else "")
+
+
+def _gain(each: Prediction, one: Prediction) -> str:
+    """Say how much faster than one host, also to the same accuracy if more epochs are needed."""
+    words = f"{each.speedup(one):.2g} times as fast as one"
+    target = each.speedup_to_target(one)
+    if target is None or each.global_batch == one.global_batch:
+        return words
+    return f"{words} ({target[0]:.2g} to {target[1]:.2g} times to the same accuracy)"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

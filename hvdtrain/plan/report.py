@@ -70,7 +70,7 @@ def _growing_batch(profile: Profile) -> str:
     if profile.noise_scale is None:
         return "the batch of a step grows with the hosts, which changes learning; --global-batch-size keeps it"
     least, most = profile.noise_scale
-    scale = f"{least:.2g} samples or more" if most is None else f"{least:.2g} to {most:.2g} samples"
+    scale = f"{_short(least)} samples or more" if most is None else f"{_short(least)} to {_short(most)} samples"
     return (
         "the batch of a step grows with the hosts, so training needs more epochs; a batch of "
         f"{scale} (gradient noise scale early in training) needs twice those of a tiny batch"
@@ -137,11 +137,15 @@ def advice(plan: Plan, network: str) -> str:
 
 def _gain(each: Prediction, one: Prediction) -> str:
     """Say how much faster than one host, also to the same accuracy if more epochs are needed."""
-    words = f"{each.speedup(one):.2g} times as fast as one"
+    words = f"{_short(each.speedup(one))} times as fast as one"
     target = each.speedup_to_target(one)
     if target is None or each.global_batch == one.global_batch:
         return words
-    return f"{words} ({target[0]:.2g} to {target[1]:.2g} times to the same accuracy)"
+    return f"{words} ({_short(target[0])} to {_short(target[1])} times to the same accuracy)"
+
+
+def _short(value: float) -> str:
+    return f"{value:.2g}" if value < 100 else f"{value:,.0f}"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

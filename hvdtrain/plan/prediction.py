@@ -9,8 +9,9 @@ from typing import Any
 
 from hvdtrain.models.layers import Layer
 from hvdtrain.pipeline import partition
-from hvdtrain.plan import learning
+from hvdtrain.plan import interval, learning
 from hvdtrain.plan import stages as stage_simulation
+from hvdtrain.plan.coding import work
 from hvdtrain.plan.network import Link
 from hvdtrain.plan.profile import FORWARD, Profile
 from hvdtrain.plan.simulation import Message, Node, Traffic, simulate, transfer_s
@@ -58,6 +59,8 @@ class Prediction:
     steps_factor: tuple[float, float] | None = None
     """Steps to a target accuracy relative to exact sums; None if it was not recorded"""
     loss_points: float | None = None
+    interval_s: tuple[float, float] | None = None
+    """90 % interval of `step_s`; None if the model's error is not known for this kind of strategy"""
 
     @property
     def samples_per_s(self) -> float:
@@ -68,11 +71,22 @@ class Prediction:
         return self.samples_per_s / one.samples_per_s
 
     def speedup_to_target(self, one: Prediction) -> tuple[float, float] | None:
-        """Return least and most speed-up to the same accuracy; None without a record for this batch per step."""
-        if self.steps_factor is None or self.global_batch != one.global_batch:
+        """Return the 90 % interval of the speed-up to the same accuracy, from those of steps and of their times.
+
+        None without a record for this batch per step.
+        """
+        if not (self.steps_factor and self.interval_s and one.interval_s) or self.global_batch != one.global_batch:
             return None
         least, most = self.steps_factor
-        return self.speedup(one) / most, self.speedup(one) / least
+        expected = (least + most) / 2
+        speedup = self.speedup(one) / expected
+        fewer, more = expected / least, most / expected
+        faster, slower = self.step_s / self.interval_s[0], self.interval_s[1] / self.step_s
+        one_faster, one_slower = one.step_s / one.interval_s[0], one.interval_s[1] / one.step_s
+        return (
+            speedup / interval.combined(more, slower, one_faster),
+            speedup * interval.combined(fewer, faster, one_slower),
+        )
 
     @property
     def ranking_s(self) -> float:
@@ -133,8 +147,10 @@ def predicted(
     without_s = simulate(idle, dataclasses.replace(traffic, messages=tuple(uncoded))).step_s
     computing_s = max(node.backward_s + node.update_s for node in nodes)
     coding_s = max(0.0, timeline.step_s - without_s)
-    unexplained_s = profile.unexplained_s if len(hosts) > 1 else 0.0
+    backend = exchange.capabilities.backend
+    unexplained_s = profile.unexplained_s.get(backend, 0.0) if len(hosts) > 1 else 0.0
     step_s = max(timeline.step_s + unexplained_s, computing_s / 2)
+    known = len(hosts) == 1 or backend == "tcp"
     recorded = learning.of(exchange)
     return Prediction(
         strategy=str(exchange),
@@ -149,6 +165,7 @@ def predicted(
         bottleneck=_bottleneck(nodes, traffic, timeline.step_s, computing_s, coding_s),
         steps_factor=recorded.steps if recorded else None,
         loss_points=recorded.loss_points if recorded else None,
+        interval_s=interval.of(step_s, len(hosts), computing_s / step_s, profile) if known else None,
     )
 
 
@@ -162,7 +179,7 @@ def traffic_of(profile: Profile, exchange: Exchange, cost: Cost, hosts: Sequence
     reducer = str(exchange.reducer) if exchange.reducer else EXACT_REDUCER
     each = exchange.reducer or component(EXACT_REDUCER)
     pair = each.cls.cost(profile.shapes, 2, each.settings)
-    total_s = profile.coding_s[reducer] * _work(cost) / _work(pair)
+    total_s = profile.coding_s[reducer] * work(cost) / work(pair)
     whole = sum(map(_amount, cost.phases)) or 1.0
     local_s = max(_local_s(profile, host) for host in hosts) / len(cost.phases)
     messages = []
@@ -191,11 +208,6 @@ def traffic_of(profile: Profile, exchange: Exchange, cost: Cost, hosts: Sequence
 
 def _amount(phase: Phase) -> float:
     return phase.numbers or phase.bytes_per_peer * phase.peers / 4e3  # copying is much faster than coding
-
-
-def _work(cost: Cost) -> float:
-    """Return the numbers that a host codes in an exchange, or its bytes if it codes none."""
-    return sum(phase.numbers for phase in cost.phases) or sum(each.bytes_per_peer * each.peers for each in cost.phases)
 
 
 def _divided(profile: Profile, phase: Phase) -> list[tuple[float, float]]:

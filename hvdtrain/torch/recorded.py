@@ -25,7 +25,7 @@ def recorded(optimizer: Any) -> Any:
     steps = job.recorder(
         None,
         None,
-        parameters=sum(weight.numel() for weight in weights),
+        shapes=[tuple(weight.shape) for weight in weights],
         device=min({str(weight.device) for weight in weights}, default="cpu"),
         threads=torch.get_num_threads(),
     )

@@ -22,7 +22,7 @@ from hvdtrain.strategies.replicas import Exchanged, Vectors
 class AllReduce(Strategy):
     """Gradients are summed during backward by Horovod's optimizer (PyTorch) or tape (TensorFlow)."""
 
-    capabilities = Capabilities(backend="horovod", in_backward=True, advice_level=-1)
+    capabilities = Capabilities(backend="horovod", in_backward=True)
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, reducer_cost: ReducerCost) -> Cost:

@@ -232,17 +232,15 @@ def test_intervals_contain_the_prediction_and_widen_with_fewer_and_less_regular_
 
 def test_time_to_accuracy_is_less_certain_than_both_of_its_factors() -> None:
     one = prediction.predict(made(), parse("int8"), hosts(FAST), 128)
-    exact, coarse = (
-        prediction.predict(made(), parse(name), hosts(FAST, FAST), 128) for name in ("hierarchical", "int4")
-    )
+    names = ("hierarchical", "int4", "allreduce")
+    exact, coarse, plain = (prediction.predict(made(), parse(name), hosts(FAST, FAST), 128) for name in names)
     least, most = exact.speedup_to_target(one) or (0.0, 0.0)
     assert exact.interval_s and least < exact.step_s / exact.interval_s[1] * exact.speedup(one)
     assert least < exact.speedup(one) < most
     least, most = coarse.speedup_to_target(one) or (0.0, 0.0)
     fewest, steps = learning.RECORDED["int4"].steps
     assert least < coarse.speedup(one) / steps and most > coarse.speedup(one) / fewest
-    central = prediction.predict(made(), parse("allreduce"), hosts(FAST, FAST), 128)
-    assert central.interval_s is None, "no run of Horovod was compared with a prediction"
+    assert plain.interval_s is None, "no run of Horovod was compared with a prediction"
 
 
 # --- --strategy auto --------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvdtrain.horovod_api import job
-from hvdtrain.strategies.cost import ring_bytes
+from hvdtrain.system.rates import ring_bytes
 from hvdtrain.tensorflow.api import mpi_ops
 from hvdtrain.tensorflow.step import Step, tensor
 

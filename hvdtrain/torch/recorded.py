@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hvdtrain.horovod_api import job
-from hvdtrain.strategies.cost import ring_bytes
+from hvdtrain.system.rates import ring_bytes
 from hvdtrain.torch.api import mpi_ops
 
 

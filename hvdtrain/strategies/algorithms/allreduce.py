@@ -15,8 +15,9 @@ from typing import Any
 
 from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies.base import Capabilities, ReducerCost, Strategy
-from hvdtrain.strategies.cost import Cost, Layout, Shape, elements, ring, ring_bytes
+from hvdtrain.strategies.cost import Cost, Layout, Shape, elements, ring
 from hvdtrain.strategies.replicas import Exchanged, Vectors
+from hvdtrain.system.rates import ring_bytes
 
 
 class AllReduce(Strategy):

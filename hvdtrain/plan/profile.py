@@ -87,7 +87,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     coding_s: dict[str, float] = {}
     """Processor seconds of one all-reduce over two hosts, by reducer"""
     peak_rss_bytes: int = 0
-    unexplained_s: dict[str, float] = {}
+    unexplained_by_backend_s: dict[str, float] = {}
     """Part of a recorded step with several hosts that the simulation does not explain, by backend"""
 
     @property

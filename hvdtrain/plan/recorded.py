@@ -119,4 +119,4 @@ def as_profile(run: Recorded, exchanges: Sequence[Exchange], coding_s: Mapping[s
         ]
         return msgspec.structs.replace(made, points=points)
     backend = run.exchange.capabilities.backend
-    return msgspec.structs.replace(made, unexplained_s={backend: run.step_s - own.step_s})
+    return msgspec.structs.replace(made, unexplained_by_backend_s={backend: run.step_s - own.step_s})

@@ -14,6 +14,8 @@ from hvdtrain.results.figures import style
 
 GAIN = 1.05
 """More hosts are worth advice if they make training this many times as fast"""
+WIDEST = 30
+"""Characters of a strategy that fit in a line"""
 COLUMNS = ("s/step", "90 %", "coding", "wait", "speed-up", "to accuracy")
 
 
@@ -84,15 +86,16 @@ def _range(ends: tuple[float, float] | None) -> str:
 
 
 def _short(number: float) -> str:
-    return f"{number:.2g}" if number < 99.5 else f"{number:.0f}"
+    digits = "#.2g" if number > 1e-3 else "#.1g"
+    return f"{number:{digits}}".removesuffix(".") if number < 99.5 else f"{number:.0f}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align all columns but the strategy to the right. A reducer that follows a plus is on a line of its own."""
+    """Align all columns but the strategy to the right. The reducer of a long one is on a line of its own."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     lines = []
     for row in rows:
-        first, plus, reducer = row[-1].partition("+")
+        first, plus, reducer = row[-1].partition("+") if len(row[-1]) > WIDEST else (row[-1], "", "")
         lines.append("  " + "  ".join([*map(str.rjust, row[:-1], widths), first]).rstrip())
         lines += [" " * (sum(widths) + 2 * len(widths) + 2) + plus + reducer] if plus else []
     return lines

@@ -40,9 +40,7 @@ def test_the_advice_is_the_candidate_that_a_plan_from_the_run_ranks_first(
     names = prediction.reducers([parse(each) for each in (*learning.CANDIDATES, *learning.OTHERS)])
     made = recorded.as_profile(recorded.read(folder), [])
     made = profile.with_coding(made, coding.recorded(names, SHAPES))
-    (folder / profile.NAME).write_text(
-        json.dumps(profile.as_json(msgspec.structs.replace(made, unexplained_by_backend_s={})))
-    )
+    (folder / profile.NAME).write_text(json.dumps(profile.as_json(msgspec.structs.replace(made, factors={}))))
     assert cli.command(["plan", "--from", str(folder), "--json"]) == 0
     (network,) = json.loads(capsys.readouterr().out)["networks"]
     first = min(

@@ -331,7 +331,7 @@ def test_a_run_is_predicted_from_a_finished_run_as_a_plan_does(
     with runs.edited(folder / "metrics" / "rank0000.jsonl") as lines:
         summary = lines[-1]
     words = ["--hosts", "4", "--rates", "100mbit", "--strategy", "hierarchical", "--json"]
-    made = msgspec.structs.replace(recorded.as_profile(recorded.read(folder), []), unexplained_by_backend_s={})
+    made = msgspec.structs.replace(recorded.as_profile(recorded.read(folder), []), factors={})
     (folder / profile.NAME).write_text(json.dumps(profile.as_json(made)))  # so that no time of coding is measured
     assert cli.command(["plan", "--from", str(folder), *words]) == 0
     step_s = json.loads(capsys.readouterr().out)["networks"][0]["hosts"][0]["predictions"][0]["step_s"]

@@ -305,7 +305,7 @@ def _from_run(options: Any, counts: Sequence[int] | None, rates: Sequence[int] |
     own = prediction.predict(made, run.exchange, hosts, run.global_batch)
     notes = [
         f"recorded: {run.exchange} on {len(hosts)} hosts, {run.step_s:.3g} s per step; {own.bottleneck} decides",
-        *(f"the model does not explain {seconds:+.3g} s of it" for seconds in made.unexplained_by_backend_s.values()),
+        *(f"that is {factor:.2f} times the simulated time, as all predictions are" for factor in made.factors.values()),
     ]
     if missing and made.machine.get("processor") != profile.machine()["processor"]:
         notes.append("the cost of coding was measured on this machine, which has another processor than the run's")

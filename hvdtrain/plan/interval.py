@@ -11,6 +11,8 @@ SEVERAL_HOSTS = (0.86, 1.16)
 """Recorded / predicted, 5 % and 95 %: 32 cells of docs/benchmarks/predictions.md, on the TCP backend"""
 ONE_HOST = (0.93, 1.07)
 """The same for one host"""
+FROM_RUN = (0.82, 1.2)
+"""The same for predictions from another run: pairs of these runs"""
 UNKNOWN_VARIATION = 0.1
 """Assumed if it was not measured: at most that much was measured in 27 of 29 profiles"""
 WIDTH = NormalDist().inv_cdf(0.95)
@@ -18,7 +20,7 @@ WIDTH = NormalDist().inv_cdf(0.95)
 
 def of(step_s: float, hosts: int, computing: float, profile: Profile) -> tuple[float, float]:
     """Return the 90 % interval of the mean step time of a run. `computing`: share of computation in a step."""
-    least, most = SEVERAL_HOSTS if hosts > 1 else ONE_HOST
+    least, most = FROM_RUN if profile.from_run else SEVERAL_HOSTS if hosts > 1 else ONE_HOST
     known = [each.variation for each in profile.points if each.variation]
     error = max(known, default=UNKNOWN_VARIATION) / math.sqrt(min(each.steps for each in profile.points))
     noise = math.exp(WIDTH * error * computing)

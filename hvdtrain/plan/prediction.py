@@ -148,8 +148,7 @@ def predicted(
     computing_s = max(node.backward_s + node.update_s for node in nodes)
     coding_s = max(0.0, timeline.step_s - without_s)
     backend = exchange.capabilities.backend
-    unexplained_s = profile.unexplained_by_backend_s.get(backend, 0.0) if len(hosts) > 1 else 0.0
-    step_s = max(timeline.step_s + unexplained_s, computing_s / 2)
+    step_s = timeline.step_s * (profile.factors.get(backend, 1.0) if len(hosts) > 1 else 1.0)
     known = len(hosts) == 1 or backend == "tcp"
     recorded = learning.of(exchange)
     return Prediction(

@@ -88,9 +88,8 @@ def as_profile(run: Recorded, exchanges: Sequence[Exchange], coding_s: Mapping[s
     """Return a profile whose prediction for the run's own hosts and strategy is the recorded step time.
 
     `exchanges`: what else will be predicted. `coding_s`: see `Profile.coding_s`; what is missing there is taken from
-    `coding.recorded`. Without a profile of its own, a run has one batch size, so other batches are taken to cost in
-    proportion. What the simulation does not explain is added to predictions for several hosts with the same backend, if
-    the run measured its links.
+    `coding.recorded`. The ratio of the recorded to the simulated step time applies to all predictions for several hosts
+    with the same backend, if the run measured its links.
     """
     manifest = run.manifest
     rank, hosts = manifest.ranks[0], run.hosts()
@@ -103,6 +102,7 @@ def as_profile(run: Recorded, exchanges: Sequence[Exchange], coding_s: Mapping[s
         shapes=manifest.shapes,
         epoch_samples=int(manifest.config.get("epoch_samples") or manifest.data.get("train") or run.global_batch),
         threads=int(rank.get("threads") or 1),
+        from_run=True,
         points=[Point(batch=batch, backward_s=run.compute_s, update_s=0.0, variation=0.0, steps=run.summary.steps)],
     )
     names = prediction.reducers([*exchanges, run.exchange])
@@ -118,5 +118,4 @@ def as_profile(run: Recorded, exchanges: Sequence[Exchange], coding_s: Mapping[s
             for each in made.points
         ]
         return msgspec.structs.replace(made, points=points)
-    backend = run.exchange.capabilities.backend
-    return msgspec.structs.replace(made, unexplained_by_backend_s={backend: run.step_s - own.step_s})
+    return msgspec.structs.replace(made, factors={run.exchange.capabilities.backend: run.step_s / own.step_s})

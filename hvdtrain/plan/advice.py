@@ -45,7 +45,8 @@ def after_run(config: TrainConfig, folder: Path) -> str | None:
         return None
     least, speedup, most = (run.step_s / each for each in (best.interval_s[1], best.step_s, best.interval_s[0]))
     fewest, steps = best.steps_factor
-    learns = "" if best.loss_points == 0 else f"; {fewest:g} to {steps:g} times as many steps to a target accuracy"
+    loss = f", {best.loss_points:g} points less accuracy at the end" if best.loss_points else ""
+    learns = "" if steps == 1 else f"; recorded: {fewest:g} to {steps:g} times as many steps to an accuracy{loss}"
     return (
         f"{waited}--strategy {best.strategy}, {speedup:.2g} times as fast by prediction (90 % interval {least:.2g} to "
         f"{most:.2g}{learns}; docs/guides/choose-a-strategy.md)"

@@ -71,7 +71,7 @@ class Prediction:
         return self.samples_per_s / one.samples_per_s
 
     def speedup_to_target(self, one: Prediction) -> tuple[float, float] | None:
-        """Return the 90 % interval of the speed-up to the same accuracy, from those of steps and of their times.
+        """Return the 90 % interval of the speed-up to the same accuracy, from the number of steps and their times.
 
         None without a record for this batch per step.
         """

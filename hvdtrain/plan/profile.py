@@ -44,8 +44,8 @@ NAP_S = 0.005
 FORWARD = 1 / 3
 """Share of forward in forward and backward, if it was not measured: backward multiplies twice as often"""
 FIXED_SAMPLES = 10.0
-"""A step costs as much as that many more samples, if only one batch size is known: median of profiles of ResNet-34 and
-the captioner on CPUs, between 5 and 41"""
+"""A step costs as much as that many more samples, if only one batch size is known. Profiles of ResNet-34 and of the
+captioner on CPUs have 5 to 41; 10 predicts recorded runs with other batches best (docs/benchmarks/predictions.md)"""
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):

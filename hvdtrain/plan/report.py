@@ -91,7 +91,7 @@ def _short(number: float) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align all columns but the strategy to the right. The reducer of a long one is on a line of its own."""
+    """Align all columns but the strategy to the right. A long one continues on a second line."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     lines = []
     for row in rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import statistics
@@ -31,8 +32,10 @@ class Estimate:
     seconds: float | None
     """None if unknown"""
     basis: str
-    """measured (runs of the same experiment, perhaps with another seed), predicted (by `hvdtrain.plan` from a run that
-    differs only in SIMILAR_MAY_DIFFER), similar (the mean of such runs, if that cannot be predicted) or unknown"""
+    """measured (runs of the same experiment, perhaps with another seed), predicted, similar or unknown.
+
+    Predictions start from a run that differs only in SIMILAR_MAY_DIFFER; similar is the mean of such runs if
+    `hvdtrain.plan` cannot use them."""
 
 
 UNKNOWN = Estimate(None, "unknown")
@@ -47,6 +50,7 @@ class Estimator:
         self._same: dict[str, list[float]] = defaultdict(list)
         self._similar: dict[str, list[tuple[dict[str, Any], Path | None, float]]] = defaultdict(list)
         """Settings, folder and seconds of finished runs"""
+        self._recorded: dict[Path, recorded.Recorded | None] = {}
         self._predicted: dict[tuple[Path, str], float | None] = {}
 
     def read(self, root: Path) -> None:
@@ -72,14 +76,17 @@ class Estimator:
         return Estimate(statistics.fmean(each[2] for each in similar), "similar") if similar else UNKNOWN
 
     def _predict(self, folder: Path, run: Run) -> float | None:
+        if folder not in self._recorded:
+            self._recorded[folder] = None
+            with contextlib.suppress(Failure):
+                self._recorded[folder] = recorded.read(folder)
+        done, dry_run = self._recorded[folder], self._dry_runs.get(run.experiment.name)
         key = folder, run.experiment.without_seed
-        if key not in self._predicted:
-            dry_run = self._dry_runs.get(run.experiment.name)
-            try:
-                self._predicted[key] = predicted_s(recorded.read(folder), run, dry_run) if dry_run else None
-            except Failure:
-                self._predicted[key] = None
-        return self._predicted[key]
+        if done and dry_run and key not in self._predicted:
+            self._predicted[key] = None
+            with contextlib.suppress(Failure):
+                self._predicted[key] = predicted_s(done, run, dry_run)
+        return self._predicted.get(key)
 
     def _add(self, settings: dict[str, Any], folder: Path | None, seconds: float) -> None:
         self._same[_key(settings, ("seed",))].append(seconds)

@@ -38,7 +38,8 @@ def after_run(config: TrainConfig, folder: Path) -> str | None:
     exchanges, hosts = choice.candidates(Rule(), config), run.hosts()
     made = recorded.as_profile(run, exchanges)
     best = prediction.best([prediction.predict(made, each, hosts, run.global_batch) for each in exchanges])
-    assert best.interval_s is not None and best.steps_factor is not None, "candidates have both"
+    if best.interval_s is None or best.steps_factor is None:
+        return None
     known = learning.of(run.exchange)
     own_s = run.step_s * (sum(known.steps) / 2 if known else 1.0)
     if not run.links or own_s <= best.ranking_s * best.interval_s[1] / best.step_s:

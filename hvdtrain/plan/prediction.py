@@ -73,20 +73,17 @@ class Prediction:
     def speedup_to_target(self, one: Prediction) -> tuple[float, float] | None:
         """Return the 90 % interval of the speed-up to the same accuracy, from the number of steps and their times.
 
-        None without a record for this batch per step.
+        Only the number of steps counts if the intervals of times are not known. None without a record for this batch.
         """
-        if not (self.steps_factor and self.interval_s and one.interval_s) or self.global_batch != one.global_batch:
+        if self.steps_factor is None or self.global_batch != one.global_batch:
             return None
         least, most = self.steps_factor
         expected = (least + most) / 2
         speedup = self.speedup(one) / expected
-        fewer, more = expected / least, most / expected
-        faster, slower = self.step_s / self.interval_s[0], self.interval_s[1] / self.step_s
-        one_faster, one_slower = one.step_s / one.interval_s[0], one.interval_s[1] / one.step_s
-        return (
-            speedup / interval.combined(more, slower, one_faster),
-            speedup * interval.combined(fewer, faster, one_slower),
-        )
+        (low, high), (one_low, one_high) = (each.interval_s or (each.step_s, each.step_s) for each in (self, one))
+        slower = interval.combined(most / expected, high / self.step_s, one.step_s / one_low)
+        faster = interval.combined(expected / least, self.step_s / low, one_high / one.step_s)
+        return speedup / slower, speedup * faster
 
     @property
     def ranking_s(self) -> float:
@@ -149,7 +146,6 @@ def predicted(
     coding_s = max(0.0, timeline.step_s - without_s)
     backend = exchange.capabilities.backend
     step_s = timeline.step_s * (profile.factors.get(backend, 1.0) if len(hosts) > 1 else 1.0)
-    known = len(hosts) == 1 or backend == "tcp"
     recorded = learning.of(exchange)
     return Prediction(
         strategy=str(exchange),
@@ -164,7 +160,7 @@ def predicted(
         bottleneck=_bottleneck(nodes, traffic, timeline.step_s, computing_s, coding_s),
         steps_factor=recorded.steps if recorded else None,
         loss_points=recorded.loss_points if recorded else None,
-        interval_s=interval.of(step_s, len(hosts), computing_s / step_s, profile) if known else None,
+        interval_s=interval.of(step_s, len(hosts), computing_s / step_s, profile, backend),
     )
 
 

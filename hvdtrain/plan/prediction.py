@@ -91,8 +91,8 @@ class Prediction:
         return self.step_s * (sum(self.steps_factor) / 2 if self.steps_factor else 1.0)
 
     def as_json(self, one: Prediction) -> dict[str, Any]:
-        values = dataclasses.asdict(self)
-        return values | {"samples_per_s": self.samples_per_s, "speedup": self.speedup(one)}
+        more = {"speedup": self.speedup(one), "speedup_to_target": self.speedup_to_target(one)}
+        return dataclasses.asdict(self) | {"samples_per_s": self.samples_per_s} | more
 
 
 def nodes_of(profile: Profile, hosts: Sequence[Host], rank_batch: float) -> list[Node]:

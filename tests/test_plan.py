@@ -235,6 +235,37 @@ def test_reducers_are_measured_by_running_them() -> None:
     assert coding.measure(["int8"], SHAPES, -1.0) == {}
 
 
+# --- intervals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_intervals_contain_the_prediction_and_widen_with_fewer_and_less_regular_steps(count: int) -> None:
+    def relative(variation: float, steps: int) -> tuple[float, float]:
+        points = [msgspec.structs.replace(each, steps=steps) for each in made(variation).points]
+        using = msgspec.structs.replace(made(), points=points)  # the variation of all hosts is that of `made`
+        found = prediction.predict(using, parse("int8"), hosts(*[FAST] * count), 128)
+        assert found.interval_s and found.interval_s[0] < found.step_s < found.interval_s[1]
+        return found.interval_s[0] / found.step_s, found.interval_s[1] / found.step_s
+
+    often, seldom, uneven = relative(0.05, 40), relative(0.05, 4), relative(0.2, 40)
+    assert seldom[0] < often[0] and often[1] < seldom[1]
+    assert uneven[0] < often[0] and often[1] < uneven[1]
+    assert relative(0.0, 4)[1] > seldom[1], "an unknown variation is taken to be a large one"
+
+
+def test_time_to_accuracy_is_less_certain_than_both_of_its_factors() -> None:
+    one = prediction.predict(made(), parse("int8"), hosts(FAST), 128)
+    names = ("hierarchical", "int4", "allreduce")
+    exact, coarse, plain = (prediction.predict(made(), parse(name), hosts(FAST, FAST), 128) for name in names)
+    least, most = exact.speedup_to_target(one) or (0.0, 0.0)
+    assert exact.interval_s and least < exact.step_s / exact.interval_s[1] * exact.speedup(one)
+    assert least < exact.speedup(one) < most
+    least, most = coarse.speedup_to_target(one) or (0.0, 0.0)
+    fewest, steps = learning.RECORDED["int4"].steps
+    assert least < coarse.speedup(one) / steps and most > coarse.speedup(one) / fewest
+    assert plain.interval_s is None, "no run of Horovod was compared with a prediction"
+
+
 # --- --strategy auto --------------------------------------------------------------------------------------------------
 
 
@@ -355,6 +386,7 @@ def test_a_plan_from_a_run_reproduces_its_step(tmp_path: Path, capsys: pytest.Ca
         ("resnet --latency -1", 2, "--latency"),
         ("resnet --switch 4", 2, "--uplink"),
         ("resnet --figure x.gif", 2, ".svg"),
+        ("resnet --figure missing/x.svg", 73, "hint: give a file in a folder"),
         ("resnet --strategy nonsense", 78, "unknown strategy"),
         ("resnet --no-such-flag", 2, "--no-such-flag"),
         ("resnet --strategy auto", 78, "auto"),

@@ -94,6 +94,7 @@ def predictions_of(plan: Any, options: argparse.Namespace) -> list[dict[str, Any
                     "hosts": each["hosts"],
                     "strategy": each["strategy"],
                     "predicted_s": each["step_s"],
+                    "interval_s": each["interval_s"],
                     "baseline_s": each["computing_s"] + exchange_s,
                     "predicted_bytes": each["sent_bytes"],
                 }
@@ -152,7 +153,7 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
     found["error_%"] = 100 * (found.predicted_s / found.recorded_s - 1)
     found["baseline_%"] = 100 * (found.baseline_s / found.recorded_s - 1)
     found["bytes_%"] = 100 * (found.predicted_bytes / found.recorded_bytes - 1)
-    table = found.drop(columns=["predicted_bytes", "recorded_bytes"]).to_string(
+    table = found.drop(columns=["interval_s", "predicted_bytes", "recorded_bytes"], errors="ignore").to_string(
         index=False, float_format="{:.3g}".format
     )
     lines = [table, ""]
@@ -161,6 +162,9 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
         lines.append(
             f"{name}: median {size.median():.1f}, 95th percentile {size.quantile(0.95):.1f}, {len(found)} cells"
         )
+    cells = [(row["recorded_s"], *row["interval_s"]) for row in rows if "recorded_s" in row and row.get("interval_s")]
+    inside = sum(low <= recorded_s <= high for recorded_s, low, high in cells)
+    lines.append(f"90 % intervals contain {inside} of {len(cells)} recorded times; goal: 85 to 95 %")
     for key in ("rate", "hosts", "strategy", "model", "cores"):
         medians = found.groupby(key)["error_%"].apply(lambda each: each.abs().median())
         lines.append(f"median error by {key}: " + ", ".join(f"{k} {v:.1f}" for k, v in medians.items()))

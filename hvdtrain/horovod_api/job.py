@@ -237,7 +237,7 @@ def _form_group(front: Front) -> None:
 
 
 def recorder(
-    exchange: Exchange | None, world: Communicator | None, *, parameters: int, device: str, threads: int
+    exchange: Exchange | None, world: Communicator | None, *, shapes: Sequence[Shape], device: str, threads: int
 ) -> record.Steps | None:
     """Records the steps of an optimizer; None if the script is not recorded. The first call opens the run folder.
     Collective.
@@ -252,7 +252,7 @@ def recorder(
         ranks = connect(next(iter(_fronts)), group=_group or RankGroup.watched(Communicator()))
         gather, default = ranks.gather_bytes, TrainConfig.strategy
     exchange = exchange or parse(default)
-    return record.begin(ranks, exchange, parameters=parameters, device=device, threads=threads, gather=gather)
+    return record.begin(ranks, exchange, shapes=shapes, device=device, threads=threads, gather=gather)
 
 
 def is_connected() -> bool:

@@ -12,6 +12,7 @@ import atexit
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hvdtrain.config.options import TrainConfig
 from hvdtrain.horovod_api import exit_status, script
 from hvdtrain.horovod_api.recorder import Gather, Recorder
 from hvdtrain.strategies import Exchange
+from hvdtrain.strategies.cost import Shape, elements
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import manifest as run_manifest
@@ -34,12 +36,12 @@ begun = False
 
 
 def begin(
-    world: Communicator, exchange: Exchange, *, parameters: int, device: str, threads: int, gather: Gather
+    world: Communicator, exchange: Exchange, *, shapes: Sequence[Shape], device: str, threads: int, gather: Gather
 ) -> Steps | None:
     """Opens the run folder, measures the links and writes the manifest, once in a process. Collective.
 
     Args:
-        parameters: Number of parameters that the optimizer trains.
+        shapes: Shapes of the parameters that the optimizer trains.
         device: This rank's device.
         threads: Number of threads that this rank computes with.
         gather: Collects the bytes of every rank when the script ends; `world` may still be exchanging then.
@@ -89,7 +91,8 @@ def begin(
         exchange=exchange.facts(buckets=False),
         plan={"ranks": world.size},
         data={},
-        model={"parameters": parameters},
+        model={"parameters": elements(shapes)},
+        shapes=[list(shape) for shape in shapes],
         metric={},
         **run_manifest.surroundings(device, threads, world),
     )

@@ -22,10 +22,10 @@ from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.horovod_api import script
 from hvdtrain.observe.timing import WARMUP_STEPS, Spent, process_age_s, step_shares
+from hvdtrain.plan import advice
 from hvdtrain.records.metrics import Score
 from hvdtrain.system import locks
 from hvdtrain.training import observers
-from hvdtrain.training.summary import advised
 
 FAILURE_TIMEOUT_S = 2.0
 """How long a failed rank waits for the others, which may still be training"""
@@ -249,7 +249,7 @@ class Recorder:
             exchange = summary.step_shares.get("exchange")
             waited = "" if exchange is None else f", {exchange:.0%} of a step waiting for the exchange"
             self._print(f"run folder {summary.run_dir}: {summary.steps} steps{waited}")
-            if tip := advised(self._config, summary, self._world.links):
+            if tip := advice.after_run(self._config, self._folder):
                 self._print(tip.replace("--strategy ", "HVDTRAIN_STRATEGY=", 1))
         self._writer.close()
         locks.release()

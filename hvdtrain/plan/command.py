@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import errno
 import importlib.util
 import json
+import os
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,9 +29,7 @@ from hvdtrain.plan.prediction import Host
 from hvdtrain.plan.profile import Profile
 from hvdtrain.plan.report import Plan
 from hvdtrain.results.figures import style
-from hvdtrain.strategies.cost import Shape
 from hvdtrain.strategies.spec import Exchange, parse
-from hvdtrain.sweep.dry_run import command_flags
 from hvdtrain.system import exits, files
 from hvdtrain.system.arguments import Parser, near
 from hvdtrain.system.exits import Failure
@@ -49,8 +50,6 @@ examples:
 """
 MOST_HOSTS = 10_000
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-KEPT = ("run_dir", "resume", "strategy", "json", "dry_run", "debug", "monitor", "profile", "target")
-"""Options of a recorded run that a plan does not need"""
 
 
 class PlanParser(Parser):
@@ -103,6 +102,8 @@ def main(arguments: Sequence[str]) -> int:
         raise Failure("hvdtrain plan is one process; hint: start it without a launcher", exits.USAGE)
     if options.figure and options.figure.suffix[1:] not in style.UNDATED:
         raise Failure(f"--figure {options.figure}: not .svg, .png or .pdf; hint: give FILE.svg", exits.USAGE)
+    if options.figure:
+        _check_writable(options.figure)
     if not options.latency >= 0:
         raise Failure(f"--latency {options.latency:g}: hint: give milliseconds, 0 or more", exits.USAGE)
     if not 1 <= options.ranks_per_host <= 1024 or (options.cores is not None and not options.cores > 0):
@@ -118,6 +119,17 @@ def main(arguments: Sequence[str]) -> int:
         files.put(options.figure, style.encode(report.figure(plan), options.figure.suffix[1:]), "choose another path")
     print(json.dumps(report.as_json(plan)) if options.json else report.text(plan))
     return exits.OK
+
+
+def _check_writable(path: Path) -> None:
+    """Raise Failure (73) for a file that cannot be written, before the profile takes its time."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise files.unwritable(path, error, "give a file in a folder that is writable") from error
 
 
 def counts_of(text: str) -> list[int]:
@@ -178,17 +190,6 @@ def keep_heap() -> None:
     if hasattr(libc, "mallopt"):
         for parameter, value in ((M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES), (M_TRIM_THRESHOLD, 2**31 - 1)):
             libc.mallopt(parameter, value)
-
-
-class _Describer(profiled.Observer):
-    """Notes the model of a workload, and ends it before a framework is loaded."""
-
-    shapes: list[Shape]
-    model: str
-
-    def described(self, workload: Workload) -> None:
-        self.model, self.shapes = workload.model.title, list(workload.model.vector_shapes(workload.config.framework))
-        raise profiled.Done
 
 
 def observe(name: str, flags: Sequence[str], observer: profiled.Observer) -> None:
@@ -300,9 +301,6 @@ def _from_workload(options: Any, counts: Sequence[int] | None, rates: Sequence[i
 
 def _from_run(options: Any, counts: Sequence[int] | None, rates: Sequence[int] | None) -> Plan:
     run = recorded.read(options.run)
-    describer = _Describer()
-    settings = {name: value for name, value in run.flags.items() if name not in KEPT and value not in (None, False)}
-    observe(run.manifest.workload, command_flags(settings, run.flags), describer)
     config = TrainConfig(
         framework=run.flags.get("framework", "auto"),
         precision=run.flags.get("precision", "fp32"),
@@ -312,16 +310,14 @@ def _from_run(options: Any, counts: Sequence[int] | None, rates: Sequence[int] |
     names = prediction.reducers([*_wanted(options), run.exchange])
     known = run.profile.coding_s if run.profile else {}
     missing = [name for name in names if name not in known]
-    coding_s = coding.measure(missing, describer.shapes, profile.CODING_S)
-    setup = {"device": run.manifest.ranks[0].get("device")}
-    shapes = [list(shape) for shape in describer.shapes]
-    made = recorded.as_profile(run, shapes, describer.model, setup, coding_s)
+    coding_s = coding.measure(missing, run.manifest.shapes, profile.CODING_S)
+    made = recorded.as_profile(run, _wanted(options), coding_s)
     able, refused = exchanges_of(options, config, made)
     hosts = run.hosts()
     own = prediction.predict(made, run.exchange, hosts, run.global_batch)
     notes = [
-        f"recorded: {run.exchange} on {len(hosts)} hosts, {run.step_s:.3g} s per step; {own.bottleneck} decides"
-        + (f"; the model does not explain {made.unexplained_s:+.3g} s of it" if made.unexplained_s else "")
+        f"recorded: {run.exchange} on {len(hosts)} hosts, {run.step_s:.3g} s per step; {own.bottleneck} decides",
+        *(f"that is {factor:.2f} times the simulated time, as all predictions are" for factor in made.factors.values()),
     ]
     if missing and made.machine.get("processor") != profile.machine()["processor"]:
         notes.append("the cost of coding was measured on this machine, which has another processor than the run's")

@@ -51,6 +51,9 @@ T_QUANTILE = 2.36
 NAP_S = 0.005
 FORWARD = 1 / 3
 """Share of forward in forward and backward, if it was not measured: backward multiplies twice as often"""
+FIXED_SAMPLES = 10.0
+"""A step costs as much as that many more samples, if only one batch size is known. Profiles of ResNet-34 and of the
+captioner on CPUs have 5 to 41; 10 predicts recorded runs with other batches best (docs/benchmarks/predictions.md)"""
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,8 +101,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Samples per step that need twice the epochs of a tiny batch: least and most of an interval, which may have no
     upper end. None if it was not measured"""
     peak_rss_bytes: int = 0
-    unexplained_s: float = 0.0
-    """Part of a recorded step with several hosts that the simulation does not explain"""
+    from_run: bool = False
+    """Whether the computation was not profiled, but recorded during a run"""
+    factors: dict[str, float] = {}
+    """Recorded / simulated time of a step on several hosts, by backend"""
 
     @property
     def cores(self) -> float:
@@ -108,7 +113,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     def line(self) -> tuple[float, float]:
         """Return f and c of step time = f + c x batch (seconds, seconds per sample), by least squares."""
         if len(self.points) == 1:
-            return 0.0, self.step_s(self.points[0].batch) / self.points[0].batch
+            slope = self.step_s(self.points[0].batch) / (self.points[0].batch + FIXED_SAMPLES)
+            return FIXED_SAMPLES * slope, slope
         batches = [each.batch for each in self.points]
         slope, intercept = statistics.linear_regression(
             batches, [each.backward_s + each.update_s for each in self.points]
@@ -130,7 +136,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         """Return the time of forward and backward, between and beyond the measured batches along straight lines."""
         points = self.points
         if len(points) == 1:
-            return points[0].backward_s * batch / points[0].batch
+            return points[0].backward_s * (batch + FIXED_SAMPLES) / (points[0].batch + FIXED_SAMPLES)
         number = next((i for i in range(1, len(points) - 1) if batch < points[i].batch), len(points) - 1)
         low, high = points[number - 1], points[number]
         slope = (high.backward_s - low.backward_s) / (high.batch - low.batch)

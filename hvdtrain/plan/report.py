@@ -15,7 +15,9 @@ from hvdtrain.results.figures import style
 
 GAIN = 1.05
 """More hosts are worth advice if they make training this many times as fast"""
-COLUMNS = ("hosts", "s/step", "compute", "coding", "wait", "MB/host", "speed-up", "to accuracy", "strategy")
+WIDEST = 30
+"""Characters of a strategy that fit in a line"""
+COLUMNS = ("s/step", "90 %", "coding", "wait", "speed-up", "to accuracy")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,15 +49,18 @@ def text(plan: Plan) -> str:
         f"epoch takes {_duration(profile.epoch_samples / one.samples_per_s)}",
     ]
     for network in plan.networks:
-        rows = [list(COLUMNS), *(_row(each, one) for each in plan.best(network).values())]
+        rows = [["hosts", *COLUMNS, "strategy"]]
+        for count, each in plan.best(network).items():
+            rows.append([str(count), *_numbers(each, one), each.strategy if count > 1 else ""])
         lines += ["", f"{network}: the best strategy", *_table(rows)]
     for network, counts in plan.networks.items():
         most = max(counts)
         if most > 1:
             order = sorted(counts[most], key=lambda each: each.ranking_s)
-            rows = [[*COLUMNS[:-1], "points", COLUMNS[-1]]]
-            rows += [[*(row := _row(each, one))[:-1], _points(each), row[-1]] for each in order]
-            lines += ["", f"{network}: all strategies on {most} hosts", *_table(rows)]
+            rows = [[*COLUMNS, "points", "strategy"]]
+            rows += [[*_numbers(each, one), _points(each), each.strategy] for each in order]
+            title = f"{network}: all strategies on {most} hosts, which compute {order[0].computing_s:.3g} s in a step"
+            lines += ["", title, *_table(rows)]
     lines += ["", *(advice(plan, network) for network in plan.networks)]
     lines += [f"not predicted: {reason}" for reason in plan.refused.values()]
     if any(each.global_batch != one.global_batch for network in plan.networks for each in plan.best(network).values()):
@@ -77,23 +82,36 @@ def _growing_batch(profile: Profile) -> str:
     )
 
 
-def _row(each: Prediction, one: Prediction) -> list[str]:
-    times = (each.step_s, each.computing_s, each.coding_s, each.waiting_s)
+def _numbers(each: Prediction, one: Prediction) -> list[str]:
     target = each.speedup_to_target(one) if each.hosts > 1 else (1.0, 1.0)
     return [
-        str(each.hosts),
-        *(f"{seconds:.3g}" for seconds in times),
-        f"{each.sent_bytes / 1e6:.3g}",
+        f"{each.step_s:.3g}",
+        _range(each.interval_s),
+        _short(each.coding_s),
+        _short(each.waiting_s),
         f"{each.speedup(one):.2f}",
-        f"{target[0]:.2f} .. {target[1]:.2f}" if target else "-",
-        each.strategy if each.hosts > 1 else "",
+        _range(target),
     ]
 
 
+def _range(ends: tuple[float, float] | None) -> str:
+    return f"{_short(ends[0])}..{_short(ends[1])}" if ends else "-"
+
+
+def _short(number: float) -> str:
+    digits = "#.2g" if number > 1e-3 else "#.1g"
+    return f"{number:{digits}}".removesuffix(".") if number < 99.5 else f"{number:.0f}"
+
+
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align all columns but the last to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  " + "  ".join([*map(str.rjust, row[:-1], widths), row[-1]]).rstrip() for row in rows]
+    """Align all columns but the strategy to the right. A long one continues on a second line."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+    lines = []
+    for row in rows:
+        first, plus, reducer = row[-1].partition("+") if len(row[-1]) > WIDEST else (row[-1], "", "")
+        lines.append("  " + "  ".join([*map(str.rjust, row[:-1], widths), first]).rstrip())
+        lines += [" " * (sum(widths) + 2 * len(widths) + 2) + plus + reducer] if plus else []
+    return lines
 
 
 def _points(each: Prediction) -> str:
@@ -144,10 +162,6 @@ def _gain(each: Prediction, one: Prediction) -> str:
     return f"{words} ({_short(target[0])} to {_short(target[1])} times to the same accuracy)"
 
 
-def _short(value: float) -> str:
-    return f"{value:.2g}" if value < 100 else f"{value:,.0f}"
-
-
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan as one document."""
     return {
@@ -180,6 +194,10 @@ def figure(plan: Plan) -> Figure:
             points = plan.best(network)
             milliseconds = [1e3 / each.samples_per_s for each in points.values()]
             axis.plot(list(points), milliseconds, label=network, **style.line(index), **style.marker(index))
+            ends = [each.interval_s or (each.step_s, each.step_s) for each in points.values()]
+            sizes = [1e3 / each.global_batch for each in points.values()]
+            band = [[pair[end] * size for pair, size in zip(ends, sizes, strict=True)] for end in (0, 1)]
+            axis.fill_between(list(points), *band, color=style.line(index)["color"], alpha=0.15, linewidth=0)
         ideal = [1e3 / plan.one.samples_per_s / count for count in points]
         axis.plot(list(points), ideal, color=style.SOFT, linewidth=1, linestyle=style.LONG, label="ideal")
         axis.set(xlabel="hosts", ylabel="time per sample (ms), predicted", ylim=(0, None))

@@ -16,6 +16,7 @@ from hvdtrain.records.files import open_plain as open_plain
 from hvdtrain.records.files import read as read
 from hvdtrain.records.files import read_document as read_document
 from hvdtrain.records.files import read_lines as read_lines
+from hvdtrain.records.files import summary as summary
 from hvdtrain.records.files import write_document as write_document
 from hvdtrain.records.types import RECORDS as RECORDS
 from hvdtrain.records.types import SCHEMA as SCHEMA

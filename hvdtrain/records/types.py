@@ -54,6 +54,8 @@ class Manifest(_Record, frozen=True, kw_only=True):
     """Name, classes, sample counts and fingerprint of the data set"""
     model: dict[str, Any]
     """Parameters, bytes and spec of the model"""
+    shapes: list[list[int]] = []
+    """Shapes of the trainable arrays, in the order of the vector that ranks exchange"""
     metric: dict[str, Any]
     """The run's scores: each one's label, unit, bounds and direction, and the name of the primary one, which selects
     the best epoch. See `records.metrics`. Empty for a script that logs no scores"""

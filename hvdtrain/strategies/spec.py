@@ -75,11 +75,7 @@ class Exchange:
         if self.reducer is None:
             return own
         reducer: type[Reducer] = self.reducer.cls
-        return dataclasses.replace(
-            own,
-            has_residual=own.has_residual or bool(reducer.residual_key),
-            advice_level=max(own.advice_level, reducer.advice_level),
-        )
+        return dataclasses.replace(own, has_residual=own.has_residual or bool(reducer.residual_key))
 
     def cost(self, shapes: Sequence[Shape], layout: Layout, *, buckets: bool = True) -> Cost:
         """Return the cost of an exchange for each host, for a model with these trainable arrays.

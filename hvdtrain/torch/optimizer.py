@@ -163,7 +163,7 @@ class Exchanging(torch.optim.Optimizer):
         self._recorded = job.recorder(
             exchange,
             self._world,
-            parameters=sum(parameter.numel() for parameter in named.values()),
+            shapes=list(shapes.values()),
             device=str(next(iter(named.values())).device),
             threads=torch.get_num_threads(),
         )

@@ -19,6 +19,7 @@ from hvdtrain.frameworks import Replica
 from hvdtrain.pipeline.partition import measured_s
 from hvdtrain.pipeline.plan import Stages
 from hvdtrain.pipeline.schedule import Pipe, StageModel
+from hvdtrain.plan import advice
 from hvdtrain.plan.profile import NAME as PROFILE
 from hvdtrain.plan.profile import Profile, as_json
 from hvdtrain.records.arrays_file import Arrays
@@ -176,7 +177,7 @@ class Job:
                 print(f"hvdtrain: stopped; continue {command}", file=sys.stderr, flush=True)
             else:
                 summary.show_summary(result, self.workload.metric, as_json=config.json)
-                if tip := summary.advised(config, result, ranks.links):
+                if tip := advice.after_run(config, folder):
                     print(f"hvdtrain: {tip}", file=sys.stderr, flush=True)
         if result is None:
             return None

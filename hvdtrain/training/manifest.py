@@ -97,6 +97,7 @@ def write(job: Job, folder: Path, documents: Mapping[str, Any]) -> None:
         plan=dataclasses.asdict(job.run.plan),
         data=job.run.data,
         model=job.run.model,
+        shapes=[list(shape) for shape in job.workload.model.vector_shapes(job.run.config.framework)],
         metric=job.workload.metric.as_json(),
         **surroundings(job.device, job.threads, job.ranks),
     )

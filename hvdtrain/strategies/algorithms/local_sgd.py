@@ -73,7 +73,7 @@ class LocalSGD(Synchronous):
         staleness: int = bounded(0, least=0, example=1)
         """Steps computed during an exchange, before its result is used"""
 
-    capabilities = Capabilities(takes_reducer=True, local_updates=True, has_residual=True, advice_level=2)
+    capabilities = Capabilities(takes_reducer=True, local_updates=True, has_residual=True)
     reshard_refusal = "each rank has its own weights and momentum"
 
     def __init__(

@@ -164,12 +164,11 @@ def wanted(strategy: str | None = None, *, chooses: bool = False) -> Exchange | 
     """
     launcher = launch_env().launcher
     text = strategy or os.environ.get(VARIABLE)
-    if profiled.observer() or (chooses and rule(strategy)):
+    if profiled.observer() or rule(strategy):
+        if not chooses:
+            problem = "strategy auto and hvdtrain plan do not work with TensorFlow's optimizers and tapes"
+            raise Failure(f"{problem}; hint: name a strategy, or use hvdtrain.train", exits.BAD_CONFIG)
         text = DEFAULT_REDUCER
-    elif rule(strategy):
-        problem = "auto does not work with TensorFlow's optimizers and tapes"
-        hint = f"name a strategy, such as {DEFAULT_REDUCER}, or use hvdtrain.train"
-        raise Failure(f"strategy {text}: {problem}; hint: {hint}", exits.BAD_CONFIG)
     missing = next((front.missing for front in _known if front.missing), "")
     if not text and (launcher == "torchrun" or (missing and launcher == "alone")):
         text = DEFAULT_REDUCER

@@ -93,7 +93,7 @@ def test_auto_of_exact_sums_in_hvdtrain_train_equals_exact_sums(framework: str, 
         folder.mkdir()
         settings = {"strategy": strategy, "epochs": 1, "run_dir": str(folder / "run")}
         words = ["own_train", framework, str(folder), json.dumps(settings)]
-        done = launch(2, [ON_HOSTS, *words], extra={"PYTHONPATH": str(PROGRAMS)})
+        done = launch(2, [ON_HOSTS, *words], "torchrun", extra={"PYTHONPATH": str(PROGRAMS)})
         assert done.returncode == 0, done.stderr[-3000:]
         manifest = json.loads((folder / "run" / "manifest.json").read_text())
         assert manifest["config"]["strategy"] == "hierarchical"

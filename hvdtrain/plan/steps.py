@@ -75,10 +75,13 @@ class Steps:
         """When the step began whose gradients are ready."""
         return Steps._last_end
 
-    def ended(self, waited_s: float) -> None:
-        """A step has ended, which waited for other ranks for `waited_s` after its gradients were ready."""
+    def ended(self, waited_s: float) -> bool:
+        """A step has ended, which waited for other ranks for `waited_s` after its gradients were ready.
+
+        Returns whether it counts: a step without `computed` exchanged nothing.
+        """
         if self._computed is None:
-            return
+            return False
         self._wait()
         now, began = time.perf_counter(), Steps._last_end
         if not self.is_warming_up and began is not None:
@@ -87,6 +90,7 @@ class Steps:
         if self.is_warming_up:
             self._waking = Waking()
             self._waking.__enter__()
+        return True
 
     def profile(
         self,

@@ -71,8 +71,7 @@ class Measuring(Exchanging):
     def step(self, closure: Any = None) -> Any:
         """Make a step like `Exchanging`, and choose after the last one that is timed. Collective."""
         loss = super().step(closure)
-        if self._steps is not None:
-            self._steps.ended(self._waited_s)
+        if self._steps is not None and self._steps.ended(self._waited_s):
             self._continue(self._steps)
         return loss
 

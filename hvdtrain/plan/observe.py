@@ -84,7 +84,7 @@ class Profiler(profiled.Observer):
     """The steps of a script that may end before they are enough"""
 
     def ended(self) -> None:
-        """The script has ended by itself."""
+        """The script has ended on its own."""
         if self.profile is None and self._script is not None:
             self._take(self._script)
 

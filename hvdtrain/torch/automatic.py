@@ -92,7 +92,7 @@ class Measuring(Exchanging):
             ranks = self._world.gather([steps.timed, steps.are_enough])  # ranks may differ in speed
             if all(timed for timed, _ in ranks) and any(enough for _, enough in ranks):
                 self._choose(self._chosen())
-                # Unlike processors may have rounded their updates differently.
+                # Different processors may have rounded their updates differently.
                 if self._local and len(set(self._world.gather(zlib.crc32(self._parameters.weights())))) > 1:
                     horovod.broadcast_parameters(self._named, root_rank=0)
 
@@ -150,7 +150,7 @@ class Measuring(Exchanging):
 
 
 class Watch:
-    """What a plan needs besides times: the batch, and when gradients are ready during backward."""
+    """Records the batch of a script that is planned, and when its gradients are ready during backward."""
 
     def __init__(self, named: dict[str, torch.nn.Parameter], *, on_cpu: bool) -> None:
         """`on_cpu`: whether gradients are ready when backward has called their hooks."""
@@ -191,11 +191,11 @@ class Watch:
         self._shares.append([(at - steps.began) / (now - steps.began) for at in last])
 
     def batch(self) -> int:
-        """Return this rank's samples of a step. Raises Failure (78) if neither the script nor its model tells them."""
+        """Return this rank's samples of a step. Raises Failure (78) if neither the script nor its model shows them."""
         if record.samples or self._samples:
             return record.samples or round(statistics.median(self._samples))
         raise Failure(
-            "hvdtrain plan cannot tell the batch: no module was called with a tensor; hint: call "
+            "hvdtrain plan does not know the batch: no module was called with a tensor; hint: call "
             "hvd.log(samples=len(batch)) after optimizer.step()",
             exits.BAD_CONFIG,
         )

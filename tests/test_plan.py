@@ -285,7 +285,7 @@ def test_rules_limit_what_auto_may_choose() -> None:
     assert rule("hierarchical") is None
     for text in ("auto:exakt", "auto:within=", "auto:within=-1", "auto:within=nan"):
         fails(lambda text=text: rule(text), 78, "auto:within=0.3")  # type: ignore[misc]
-    fails(lambda: parse("auto"), 78, "workloads only")
+    fails(lambda: parse("auto"), 78, "name a strategy")
 
 
 def test_exact_sums_stay_unless_another_strategy_is_clearly_faster() -> None:

@@ -33,6 +33,8 @@ VARIABLES = ("RECORD", "RUN_DIR", "RESUME", "MONITOR", "MONITOR_MS", "MONITOR_ID
 _recorder: Recorder | None = None
 begun = False
 """Whether `begin` was called in this process"""
+samples: int | None = None
+"""The last logged number of samples in a step of this rank"""
 
 
 def begin(
@@ -118,9 +120,23 @@ def log(**values: Any) -> None:
     `loss` is the mean training loss, `samples` this rank's number of samples. Other names are scores, by default of the
     validation; the prefixes train_, val_, validation_ and test_ name the split. Raises ValueError for invalid values.
     """
+    global samples
     numbers = {name: script.number(name, value) for name, value in values.items()}
+    if "samples" in numbers:
+        samples = int(numbers["samples"])
     if _recorder is not None:
         _recorder.log(numbers)
+
+
+def choosing(pending: bool, exchange: Exchange | None = None, reason: str = "") -> None:
+    """Tells the records whether `auto` has yet to choose. Until then steps count as warm-up.
+
+    `exchange` and `reason`: what `auto` has chosen, and why.
+    """
+    if _recorder is not None:
+        _recorder.choosing = pending
+        if exchange is not None:
+            _recorder.chose(exchange, reason)
 
 
 def finish() -> None:

@@ -150,7 +150,7 @@ def predicted(
 ) -> Prediction:
     """Predict a training step of these nodes, which belong to the hosts."""
     ranks = sum(host.ranks for host in hosts)
-    cost = exchange.cost(profile.shapes, Layout(ranks=ranks, hosts=len(hosts)))
+    cost = exchange.cost(profile.shapes, Layout(ranks=ranks, hosts=len(hosts)), buckets=not profile.drop_in)
     traffic = traffic_of(profile, exchange, cost, hosts)
     timeline = simulate(nodes, traffic)
     uncoded = [dataclasses.replace(each, coding_s=0.0) for each in traffic.messages]

@@ -85,7 +85,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Shapes of the trainable arrays in a replica's vector"""
     layers: list[tuple[int, float]] = []
     """For each layer, the numbers of its output and its multiply-adds for one sample; empty: no pipeline stages"""
-    epoch_samples: int
+    epoch_samples: int | None
+    """None for a script, whose data are unknown"""
     threads: int
     points: list[Point]
     """In ascending order of the batch"""
@@ -105,6 +106,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the computation was not profiled, but recorded during a run"""
     factors: dict[str, float] = {}
     """Recorded / simulated time of a step on several hosts, by backend"""
+    drop_in: bool = False
+    """Whether the optimizer of a drop-in module exchanges, which sends nothing during backward"""
 
     @property
     def cores(self) -> float:
@@ -222,17 +225,19 @@ def timed(
             shares = [(at - start) / (middle - start) for at in probe.ready_s]
             rows.append((middle - start, time.perf_counter() - middle, shares))
         rows = rows[min(WARM_UP_STEPS, len(rows) - 1) :]
-        whole = sorted(backward + update for backward, update, _ in rows)
-        quarter = len(whole) // 4
-        mean_s = statistics.mean(whole)
-        spread_s = (whole[-1 - quarter] - whole[quarter]) / 1.349 if len(whole) > 3 else 0.0
+        spread = variation([backward + update for backward, update, _ in rows])
         backward_s = statistics.mean(row[0] for row in rows)
         update_s = statistics.mean(row[1] for row in rows)
-        points.append(
-            Point(batch=size, backward_s=backward_s, update_s=update_s, variation=spread_s / mean_s, steps=len(rows))
-        )
+        points.append(Point(batch=size, backward_s=backward_s, update_s=update_s, variation=spread, steps=len(rows)))
         ready = [statistics.mean(each) for each in zip(*(row[2] for row in rows), strict=True)]
     return points, ready
+
+
+def variation(seconds: Sequence[float]) -> float:
+    """Return `Point.variation` of steps that took these times."""
+    ordered, quarter = sorted(seconds), len(seconds) // 4
+    spread_s = (ordered[-1 - quarter] - ordered[quarter]) / 1.349 if len(ordered) > 3 else 0.0
+    return spread_s / statistics.mean(ordered)
 
 
 def averaging_s(replica: Any, probe: Strategy, local: Strategy, batch: Batch) -> float:

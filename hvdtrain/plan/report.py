@@ -42,11 +42,12 @@ def text(plan: Plan) -> str:
     """Return the plan as tables and sentences."""
     one, profile = plan.one, plan.profile
     fixed_s, sample_s = profile.line()
+    epoch = f"; an epoch takes {_duration(profile.epoch_samples / one.samples_per_s)}" if profile.epoch_samples else ""
     lines = [
         f"{profile.model}, {profile.setup.get('device', 'cpu')}, {profile.threads} threads: "
         f"a step computes {1e3 * fixed_s:.3g} ms + {1e3 * sample_s:.3g} ms per sample",
-        f"one host: {one.step_s:.3g} s per step of {one.global_batch} samples, {one.samples_per_s:.4g} samples/s; an "
-        f"epoch takes {_duration(profile.epoch_samples / one.samples_per_s)}",
+        f"one host: {one.step_s:.3g} s per step of {one.global_batch} samples, {one.samples_per_s:.4g} samples/s"
+        + epoch,
     ]
     for network in plan.networks:
         rows = [["hosts", *COLUMNS, "strategy"]]
@@ -164,12 +165,13 @@ def _gain(each: Prediction, one: Prediction) -> str:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan as one document."""
+    samples = plan.profile.epoch_samples
     return {
         "schema": "hvdtrain/plan/1",
         "model": plan.profile.model,
         "machine": plan.profile.machine,
         "shapes": plan.profile.shapes,
-        "one_host": {**plan.one.as_json(plan.one), "epoch_s": plan.profile.epoch_samples / plan.one.samples_per_s},
+        "one_host": {**plan.one.as_json(plan.one), "epoch_s": samples and samples / plan.one.samples_per_s},
         "networks": [
             {
                 "network": network,

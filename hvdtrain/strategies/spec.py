@@ -143,7 +143,7 @@ def timing(cost: Cost) -> str:
 def parse(text: str) -> Exchange:
     """Resolve a strategy string. Raises Failure (78), which lists the valid names or settings."""
     if automatic.rule(text):
-        raise error(text, "auto works with hvdtrain's workloads only; hint: hvdtrain plan --help")
+        raise error(text, "auto is not possible here; hint: name a strategy, see --strategy help")
     words = text.split("+")
     first = _component(text, words[0], [*registry.names(Strategy), *registry.names(Reducer)], "strategy")
     if len(words) > 2:

@@ -25,6 +25,7 @@ from hvdtrain.system.exits import Failure
 from hvdtrain.training.framework import make_replica
 
 if TYPE_CHECKING:
+    from hvdtrain.plan.steps import Script
     from hvdtrain.training.job import Job
     from hvdtrain.training.workload import Workload
 
@@ -36,11 +37,16 @@ AUTO_STEPS_S, AUTO_CODING_S = 6.0, 8.0
 
 
 class Observer:
-    """What `hvdtrain plan` does when a workload has described itself, and when it has made its model."""
+    """What `hvdtrain plan` does when a workload has described itself, and when it has made its model.
+
+    In a script with a drop-in module, `stepped` is called after each step of its optimizer.
+    """
 
     def described(self, workload: Workload) -> None: ...
 
     def modelled(self, job: Job, model: Maker) -> None: ...
+
+    def stepped(self, script: Script) -> None: ...
 
 
 _observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
@@ -60,6 +66,11 @@ def observing(observer: Observer) -> Iterator[None]:
         pass
     finally:
         _observer.reset(token)
+
+
+def observer() -> Observer | None:
+    """Return the observer of this process; None if nothing is planned."""
+    return _observer.get()
 
 
 def describe(workload: Workload) -> None:

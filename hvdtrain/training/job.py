@@ -58,9 +58,11 @@ class Job:
     part: range | None = None
     """The layers of this rank's stage; None for all"""
     chosen: str | None = None
-    """Why --strategy auto chose the strategy; None if it was named"""
+    """Why --strategy auto chose the strategy; None if it was named or if the run was resumed"""
+    auto: str | None = None
+    """The option, such as auto:exact; None if the strategy was named"""
     profile: Profile | None = None
-    """This rank's profile, from which --strategy auto chose"""
+    """What --strategy auto knows of the model on this rank; None on a single host"""
 
     @property
     def dataset(self) -> Any:

@@ -47,8 +47,8 @@ class Manifest(_Record, frozen=True, kw_only=True):
     """The whole config, including defaults"""
     exchange: dict[str, Any] = {}
     """Facts about the strategy: overlaps_with (the computation that hides an exchange; empty: none), exact (whether
-    hosts send the bytes of a full-precision all-reduce), chosen (why --strategy auto chose it), auto (the option). Empty:
-    not known"""
+    hosts send the bytes of a full-precision all-reduce), chosen (why --strategy auto chose it), auto (the option).
+    Empty: not known"""
     plan: dict[str, Any]
     """Batch arithmetic: ranks, rank_batch, global_batch, steps, base_lr ..."""
     data: dict[str, Any]

@@ -7,8 +7,8 @@ links, and rank 0 chooses. If another strategy is clearly faster, all ranks chan
 becomes the usual one, so that the same change is not examined twice.
 
 Weights and running statistics stay as they are. So does the optimizer's state, with one exception: after local steps
-each rank has its own, and a strategy without local steps starts from their mean. What a lossy reducer still owes, its
-residual, is dropped: it is at most what one exchange left out, and a residual of gradients is not one of weight changes.
+each rank has its own, and a strategy without local steps starts from their mean. The residual of a lossy reducer is
+dropped, because a residual of gradients is not one of weight changes.
 """
 
 from __future__ import annotations

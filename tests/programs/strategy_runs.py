@@ -7,8 +7,8 @@ RUNS is a JSON list of objects with these keys:
     flags               flags of the training
     stop_before         step before which the last rank gets SIGUSR1 (optional)
     from_step, folder   copy the run in `folder` to --run-dir, as if it was killed after this checkpoint (optional)
-    choices, choose_at  strategies that --strategy auto chooses, first and later; the last rank requests the later choice
-                        in this step (optional). Each rank writes digests of its state around it to --run-dir
+    choices, choose_at  two strategies that --strategy auto chooses by turns; the last rank requests a choice in these
+                        steps (optional). Each rank writes digests of its state around choices to --run-dir
     refused             exit code with which all ranks reject the training (optional)
     workload            instead of WORKLOAD (optional)
     linear, steps       instead of flags: settings for strategy_linear.py, whose report replaces the exit code
@@ -66,12 +66,14 @@ def signalled(replica: Any, step: int | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def chosen(choices: list[str], step: int, rank: int, folder: Path, *, requests: bool) -> Iterator[None]:
-    """Let --strategy auto choose these, the second when this rank `requests` it in a step."""
+def chosen(choices: list[str], steps: list[int], rank: int, folder: Path, *, requests: bool) -> Iterator[None]:
+    """Let --strategy auto choose these by turns, when this rank `requests` it in one of the steps."""
+    first, second = choices
+    around: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profiled, "AUTO_STEPS_S", 0.1)
         patch.setattr(profiled, "AUTO_CODING_S", 0.1)
-        patch.setattr(choice, "choose", lambda *_: choice.Chosen(choices[len(_) > 4], "forced"))
+        patch.setattr(choice, "choose", lambda *_: choice.Chosen(second if _[4:] == (first,) else first, "forced"))
         counted, choose = adaptive.Adaptive.add, Loop._choose
 
         def add(self: Any, *step: Any) -> None:
@@ -79,14 +81,15 @@ def chosen(choices: list[str], step: int, rank: int, folder: Path, *, requests: 
             counted(self, *step)
 
         def asks(self: Any) -> float:
-            return CHOOSE * (requests and getattr(self, "steps", 0) == step)
+            return CHOOSE * (requests and getattr(self, "steps", 0) in steps)
 
         def watched(self: Any) -> None:
             parts = (self._replica.state, self._replica.local_state)
             before = [digest(part()) for part in parts]
             choose(self)
             after = [digest(part()) for part in parts]
-            (folder / f"around-{rank}.json").write_text(json.dumps([before, after]))
+            around.append([before, after])
+            (folder / f"around-{rank}.json").write_text(json.dumps(around))
 
         patch.setattr(adaptive.Adaptive, "add", add)
         patch.setattr(adaptive.Adaptive, "request", property(asks))

@@ -178,7 +178,8 @@ class Job:
                 print(f"hvdtrain: stopped; continue {command}", file=sys.stderr, flush=True)
             else:
                 summary.show_summary(result, self.workload.metric, as_json=config.json)
-                if tip := summary.advised(config, result, ranks.links):
+                last = dataclasses.replace(config, strategy=result.strategy)
+                if tip := summary.advised(last, result, ranks.links):
                     print(f"hvdtrain: {tip}", file=sys.stderr, flush=True)
         if result is None:
             return None

@@ -47,7 +47,8 @@ class Manifest(_Record, frozen=True, kw_only=True):
     """The whole config, including defaults"""
     exchange: dict[str, Any] = {}
     """Facts about the strategy: overlaps_with (the computation that hides an exchange; empty: none), exact (whether
-    hosts send the bytes of a full-precision all-reduce), chosen (why --strategy auto chose it). Empty: not known"""
+    hosts send the bytes of a full-precision all-reduce), chosen (why --strategy auto chose it), auto (the option).
+    Empty: not known"""
     plan: dict[str, Any]
     """Batch arithmetic: ranks, rank_batch, global_batch, steps, base_lr ..."""
     data: dict[str, Any]
@@ -159,6 +160,20 @@ class Resumed(_Record, frozen=True, kw_only=True):
     hosts: Count | None = None
 
 
+class Chosen(_Record, frozen=True, kw_only=True):
+    """`--strategy auto` chose again, because steps took another time than before; written by rank 0."""
+
+    step: Count
+    """First step of this choice"""
+    strategy: str
+    """May be the one that ran before"""
+    reason: str
+    choice_s: Amount
+    """Time for measuring the links, choosing and changing the strategy; part of the training time"""
+    links: list[dict[str, Any]] = []
+    """As in the manifest, measured for this choice"""
+
+
 class Summary(_Record, frozen=True, kw_only=True):
     """The end of a complete run, written by rank 0; `--json` prints it too."""
 
@@ -167,6 +182,7 @@ class Summary(_Record, frozen=True, kw_only=True):
     workload: str
     framework: str
     strategy: str
+    """The one that ran last"""
     ranks: Count
     """Alive at the end: fewer than in the manifest only if the strategy tolerates the death of a rank"""
     hosts: Count
@@ -295,7 +311,7 @@ class Experiment(_Record, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "command", without_secrets(self.command))
 
 
-Record: TypeAlias = Manifest | Step | Epoch | Saved | Resumed | Summary | Sensors | Sample | Experiment
+Record: TypeAlias = Manifest | Step | Epoch | Saved | Resumed | Chosen | Summary | Sensors | Sample | Experiment
 RECORDS: dict[str, type[Record]] = {cls.__name__.lower(): cls for cls in get_args(Record)}
 
 

@@ -10,7 +10,10 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.world import RankGroup
@@ -22,6 +25,7 @@ from hvdtrain.plan.profile import Probe, Profile
 from hvdtrain.strategies import automatic, parse
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
+from hvdtrain.training import resume
 from hvdtrain.training.framework import make_replica
 
 if TYPE_CHECKING:
@@ -170,7 +174,7 @@ def with_strategy(job: Job, model: Maker) -> Job:
     config = job.run.config
     rule = automatic.rule(config.strategy)
     if rule is None:
-        return job
+        return _continued(job)
     exchanges = choice.candidates(rule, config)
     own, chosen = None, choice.Chosen(EXACT_REDUCER, "one host: nothing is sent over the network")
     if job.ranks.hosts_count > 1:
@@ -189,8 +193,27 @@ def with_strategy(job: Job, model: Maker) -> Job:
         exchange=exchange,
         strategy=exchange.make(config, job.data, shapes),
         chosen=chosen.reason,
+        auto=config.strategy,
         profile=own,
     )
+
+
+def _continued(job: Job) -> Job:
+    """Return the job with the option and rank 0's profile of an earlier start that chose its strategy. Collective.
+
+    Raises Failure (65, 74, 77) if the profile is damaged.
+    """
+    config, kept = job.run.config, None
+    if not config.resume or not config.run_dir:
+        return job
+    path = Path(config.run_dir) / profile.NAME
+    if job.ranks.rank == 0 and (auto := resume.kept_auto(config)):
+        kept = [auto, profile.as_json(profile.read(path)) if path.exists() else None]
+    kept = job.ranks.gather(kept)[0]
+    if not kept:
+        return job
+    own = msgspec.convert(kept[1], Profile) if kept[1] else None
+    return dataclasses.replace(job, auto=kept[0], profile=own)
 
 
 def check(workload: Workload) -> None:

@@ -158,8 +158,11 @@ def _measured(
         what = f"has {sums.steps} of {summary.steps} steps, so times and bytes per step are ignored"
         problems.append(Problem(str(path), None, what))
         sums = steps.Sums()
+    changed = _changed_strategy(metrics, settings["strategy"])
+    if changed:  # the means describe no strategy
+        sums = steps.Sums()
     columns = _from_summary(summary, metrics.checkpoint_s) | _batch(summary, manifest)
-    columns |= {"state": "complete", "resumed": metrics.resumed} | _resumed_elsewhere(metrics, manifest)
+    columns |= {"state": "complete", "resumed": metrics.resumed} | changed | _resumed_elsewhere(metrics, manifest)
     columns |= _scores(summary, settings["primary_metric"], declared)
     columns |= _per_step(sums) | _network(summary, metrics, sums, manifest, settings["rate_mbit"])
     # The clocks are of the last start, the sums and the samples of all starts.
@@ -211,6 +214,16 @@ def _resumed_elsewhere(metrics: steps.RankMetrics, manifest: records.Manifest) -
     later = [f"{each.ranks} on {each.hosts} from step {each.step}" for each in moves]
     marked = f"its ranks changed: {first[0]} on {first[1]} host{'s' * (first[1] != 1)}, {', '.join(later)}"
     return {"marked": marked, "hosts": None, "ranks": None, "ranks_per_host": None, "rank_batch": None}
+
+
+def _changed_strategy(metrics: steps.RankMetrics, first: str) -> dict[str, Any]:
+    """Marks a run whose strategy --strategy auto changed, because its times describe none of the strategies."""
+    changes, running = [], first
+    for each in metrics.choices:
+        if each.strategy != running:
+            running = each.strategy
+            changes.append(f"{running} from step {each.step}")
+    return {"marked": printable(f"its strategy changed: {first}, {', '.join(changes)}")} if changes else {}
 
 
 def _scores(summary: records.Summary, primary: str | None, declared: Mapping[str, Score]) -> dict[str, float | None]:

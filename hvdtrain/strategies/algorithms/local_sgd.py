@@ -194,7 +194,7 @@ class LocalSGD(Synchronous):
         self._in_flight.clear()
         self._drifted, self._samples, self._all_samples = (int(n) for n in state.get("round", (0, 0, 0)))
         self._tail = state.get("totals", np.zeros(1)).copy()
-        self._tail[-1] = 0  # the request to stop has been handled
+        self._tail[-1] = 0  # the requests have been handled
         if "began" in state:
             self._began, self._anchor = state["began"].copy(), state["anchor"].copy()
         for age, (due, sent) in enumerate(state.get("in_flight", ())):

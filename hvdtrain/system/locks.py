@@ -83,6 +83,11 @@ def held(folder: Path) -> bool | None:
     return True
 
 
+def holds() -> bool:
+    """Whether this process holds a lock."""
+    return bool(_held)
+
+
 def release() -> None:
     """Release all locks of this process."""
     while _held:

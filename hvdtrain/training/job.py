@@ -178,8 +178,8 @@ class Job:
                 summary.show_summary(result, self.workload.metric, as_json=config.json)
                 if tip := summary.advised(config, result, ranks.links):
                     print(f"hvdtrain: {tip}", file=sys.stderr, flush=True)
-        if result is None:
-            return None
+        if result is None or ranks.elastic:  # all ranks have the summary
+            return result
         return records.Summary(**ranks.gather(msgspec.structs.asdict(result) if ranks.rank == 0 else None)[0])
 
     def _with_measured_shares(self, folder: Path, replica: Replica) -> Job:

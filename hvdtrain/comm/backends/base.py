@@ -137,6 +137,14 @@ class Communicator:
     """Payload bytes that this rank passed to other ranks of its host for gradient exchanges, in memory or over TCP"""
     framework = ""
     """torch or tensorflow"""
+    elastic = False
+    """Whether the job continues if a host is lost: see `comm.elastic`. Otherwise the next attributes never change"""
+    suspended = False
+    """Whether a host was lost, and `resume` has not been called since"""
+    step = 0
+    """Steps that this rank has done, which it reports in `recover`"""
+    target = 0
+    """After `recover`: the most steps that a rank has done"""
     _group: RankGroup | None = None
     _owns_group = False
     _local_bytes_taken = 0
@@ -201,6 +209,35 @@ class Communicator:
         if len(set(self.gather(digest(arrays)))) == 1:
             return arrays
         return {name: self.broadcast(array, name) for name, array in arrays.items()}
+
+    # --- the loss of a host ------------------------------------------------------------------------------------------
+
+    @property
+    def broken(self) -> bool:
+        """Whether the ranks are not connected, until `recover` has connected them again."""
+        return False
+
+    def begin(self) -> None:
+        """From now on the job may continue without a lost host."""
+
+    def confirm(self) -> None:
+        """End a transaction: wait until all ranks hold the result of the collective work before. Raises PeerLost."""
+
+    def commit(self) -> None:
+        """`confirm`; after a loss also `recover`. Raises Aborted if the work has to be repeated."""
+
+    def lost(self) -> None:
+        """Interrupt all transfers, because a peer is lost."""
+
+    def recover(self) -> bool:
+        """Connect to the members of the next view. Returns whether the interrupted transaction counts. Collective.
+
+        Until `resume`, `suspended` is True.
+        """
+        raise NotImplementedError("these ranks cannot continue without a lost host")
+
+    def resume(self) -> None:
+        """All members are at the same step and have divided the work again."""
 
     # --- gradient vectors, reduced in three steps ------------------------------------------------------------------
 

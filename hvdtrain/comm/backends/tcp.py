@@ -19,7 +19,7 @@ import numpy as np
 
 from hvdtrain.comm.backends.base import Communicator, Endpoint, LeaderGroup, Rendezvous
 from hvdtrain.comm.backends.shared_memory import SHARED_FROM_BYTES, share_memory
-from hvdtrain.comm.stream import MAX_MESSAGE_BYTES, Stream, exchange_ports, listen, open_streams, swap
+from hvdtrain.comm.stream import MAX_MESSAGE_BYTES, PATIENCE_S, Stream, exchange_ports, listen, open_streams, swap
 from hvdtrain.sentinel import auth
 
 SMALL_BYTES = 2048
@@ -125,8 +125,17 @@ class TcpCommunicator(Communicator):
 
     library = "tcp"
 
+    connect_s = PATIENCE_S
+    """Time for the other ranks to connect"""
+
     def __init__(self, rendezvous: Rendezvous, endpoint: Endpoint) -> None:
         """Raises Failure (69) if a rank cannot be reached."""
+        self._leader: Stream | None = None
+        self._members: list[Stream] = []
+        self._streams: list[Stream | None] = []
+        self._connect(rendezvous, endpoint)
+
+    def _connect(self, rendezvous: Rendezvous, endpoint: Endpoint) -> None:
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.local_rank, self.local_size = rendezvous.local_rank, rendezvous.local_size
         self.job_key = rendezvous.job_key
@@ -142,7 +151,7 @@ class TcpCommunicator(Communicator):
                 expected = {rank for rank in range(self.size) if machines[rank] == own} - {self.rank}
                 expected |= {rank for rank in leaders if rank > self.rank}
             me = auth.Party(rendezvous.job_key, b"tcp", self.rank)
-            connected, accepted = open_streams(ranks, me, targets, listener, expected)
+            connected, accepted = open_streams(ranks, me, targets, listener, expected, self.connect_s)
             streams = connected | accepted
         self._leader = None if leader == self.rank else streams.pop(leader)
         self._members = [streams[rank] for rank in sorted(streams) if machines[rank] == own]
@@ -156,9 +165,11 @@ class TcpCommunicator(Communicator):
 
     def _disconnect(self) -> None:
         # No wait: messages already sent still arrive, and a peer that waits for more notices that this rank is gone.
-        for stream in (*self._members, *self._streams, self._leader):
-            if stream is not None:
-                stream.socket.close()
+        for stream in self._all_streams():
+            stream.socket.close()
+
+    def _all_streams(self) -> list[Stream]:
+        return [stream for stream in (*self._members, *self._streams, self._leader) if stream is not None]
 
     # --- small arrays in host memory -------------------------------------------------------------------------------
 

@@ -24,7 +24,9 @@ from hvdtrain.strategies.replicas import Exchanged, Vectors
 class Synchronous(Strategy):
     """Its state is the reducer's."""
 
-    capabilities = Capabilities(takes_reducer=True)
+    capabilities = Capabilities(takes_reducer=True, elastic=True)
+    _undo: tuple[tuple[Reducer, dict[str, np.ndarray]], ...] = ()
+    """In an elastic job: the reducers that have run in this step, each with its state before"""
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, reducer_cost: ReducerCost) -> Cost:
@@ -36,10 +38,34 @@ class Synchronous(Strategy):
 
     def _summed(self, replica: Vectors, vector: np.ndarray, lr: float, clock: Clock) -> Exchanged:
         with clock.span("communication"):
-            sent = reduce(self._world, self._reducer, vector, self._size)
+            sent = self._reduced(self._reducer, vector, self._size)
+            self._commit()
         with clock.span("compute"):
             replica.apply(lr)
         return Exchanged.of(vector[self._size :], sent)
+
+    def _reduced(self, reducer: Reducer, vector: np.ndarray, size: int) -> int:
+        """`reduce`, which `abandon` can undo."""
+        if self._world.elastic:
+            self._undo = (*self._undo, (reducer, reducer.state()))
+        return reduce(self._world, reducer, vector, size)
+
+    def _commit(self) -> None:
+        """End the exchange of a step. Raises PeerLost or Aborted before anything was updated."""
+        self._world.commit()
+        self._undo = ()
+
+    def abandon(self) -> None:
+        for reducer, state in self._undo:
+            reducer.load(state)
+        self._undo = ()
+
+    def regroup(self) -> None:
+        for reducer in self._reducers():
+            reducer.load(reducer.state())  # if a single host is left, it adds the residual to its next vector
+
+    def _reducers(self) -> list[Reducer]:
+        return [self._reducer]
 
     def state(self) -> dict[str, np.ndarray]:
         return self._reducer.state()

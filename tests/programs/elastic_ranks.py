@@ -126,7 +126,8 @@ def main(stop: lifecycle.StopSignal) -> int:
     step = 0
     while step < STEPS:
         ranks.step = step
-        before, statistics = [] if local else state(), transactions.statistics()
+        before = state() if strategy.in_sync else []
+        statistics = transactions.statistics()
         try:
             if ranks.suspended and not local:
                 raise PeerLost("a host was lost")

@@ -205,8 +205,8 @@ def _batch(summary: records.Summary, manifest: records.Manifest) -> dict[str, An
 def _views(metrics: steps.RankMetrics) -> str | None:
     """Who continued from which step and sample of an elastic run, and why."""
     texts = [
-        f"{', '.join(dict.fromkeys(view.members))} from step {view.step} (epoch {view.epoch + 1}, sample {view.sample}): "
-        f"{view.reason or 'unknown reason'}; {view.lost_s:.1f} s"
+        f"{', '.join(dict.fromkeys(view.members))} from step {view.step} (epoch {view.epoch + 1}, "
+        f"sample {view.sample}) after {view.lost_s:.1f} s: {view.reason}"
         for view in metrics.views
     ]
     return " | ".join(texts) or None
@@ -215,7 +215,7 @@ def _views(metrics: steps.RankMetrics) -> str | None:
 def _other_ranks(metrics: steps.RankMetrics, manifest: records.Manifest) -> dict[str, Any]:
     """Marks a run whose number of ranks or hosts changed, because its times describe neither."""
     first = (len(manifest.ranks), len(manifest.hosts))
-    starts = [*metrics.starts, *metrics.views]
+    starts: list[records.Resumed | records.View] = [*metrics.starts, *metrics.views]
     moves = [each for each in starts if each.ranks and each.hosts and (each.ranks, each.hosts) != first]
     if not moves:
         return {}

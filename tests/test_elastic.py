@@ -215,6 +215,10 @@ def test_local_sgd_continues_and_keeps_the_local_changes(framework: str, four: C
     (summary,) = found["summary"]
     assert [step.step for step in found["step"]] == list(range(summary.steps))
     assert summary.validation_scores[-1]["accuracy"] > 0.5
+    if framework == "torch":
+        more = [*SMALL, "--run-dir", str(folder), "--resume", "--epochs", "7", "--json"]
+        resumed = four.on("a", "launch/mpirun.sh", "-H", "a:1,b:1,d:1", sys.executable, "-m", "hvdtrain.resnet", *more)
+        assert document(resumed)["steps"] > summary.steps
 
 
 @pytest.mark.root

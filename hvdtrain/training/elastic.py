@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import numpy as np
 
 from hvdtrain import records
@@ -24,7 +25,7 @@ from hvdtrain.frameworks import Replica
 from hvdtrain.strategies import Exchange, Strategy
 from hvdtrain.system import exits, files, locks
 from hvdtrain.system.exits import Failure
-from hvdtrain.training import resume
+from hvdtrain.training import manifest, resume
 from hvdtrain.training.train_state import Position
 
 if TYPE_CHECKING:
@@ -64,6 +65,18 @@ def divided(job: Job, world: Communicator) -> tuple[Loader, BatchPlan]:
     loader = job.loader.among(world.rank, world.size, batch, shares)
     plan = batch_plan.batch_plan(config, world.size, batch, loader.steps_per_epoch, shares)
     return loader, plan
+
+
+def keep_count(folder: Path, world: Communicator) -> None:
+    """Write into the manifest on each host how many ranks save checkpoints from now on. Collective."""
+    for first in (True, False):  # rank 0 first, then hosts that do not share its folder
+        if world.local_rank == 0 and first == (world.rank == 0):
+            path = folder / manifest.NAME
+            kept = records.read_document(path, records.Manifest)
+            if kept.plan.get("ranks") != world.size:
+                plan = kept.plan | {"ranks": world.size}
+                records.write_document(path, records.as_json(msgspec.structs.replace(kept, plan=plan)))
+        world.gather(None)
 
 
 def take_over(folder: Path, rank: int) -> None:

@@ -29,7 +29,6 @@ from hvdtrain.data import Split
 from hvdtrain.frameworks import Replica
 from hvdtrain.observe.progress import Progress
 from hvdtrain.observe.timing import WARMUP_STEPS, Clock, Spent, process_age_s, step_shares
-from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import consistency, elastic, observers, snapshot
 from hvdtrain.training.checkpoint import Checkpoints
@@ -185,6 +184,7 @@ class Loop:
         at.consumed = max(self._world.gather(at.consumed))
         self._checkpoints = self._new_checkpoints()
         self._loader, self._plan = elastic.divided(self._job, self._world)
+        elastic.keep_count(self._folder, self._world)
         if self._world.rank == 0 and self._records_of != 0:
             elastic.take_over(self._folder, self._records_of)
             self._writer.close()
@@ -381,21 +381,7 @@ class Loop:
     def _resume(self) -> None:
         loaded = self._checkpoints.newest()
         if loaded is None:
-            folder = self._folder / "checkpoints"
-            exists = any(self._world.gather(any(folder.glob("step-*"))))
-            others = any(self._world.gather(self._checkpoints.others))
-            if others:
-                raise Failure(
-                    f"{folder}: no checkpoint fits this run (reasons above); hint: use the options of the earlier "
-                    "run, or choose another --run-dir",
-                    exits.BAD_CONFIG,
-                )
-            if exists:
-                raise Failure(
-                    f"{folder}: no valid checkpoint (reasons above); hint: restore one from a copy, or start again "
-                    "with another --run-dir",
-                    exits.BAD_DATA,
-                )
+            self._checkpoints.check_none()
             self._say("starting at step 0")
             return
         self._at = self._position(loaded.progress, loaded.step)

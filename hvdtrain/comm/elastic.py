@@ -35,6 +35,12 @@ JOIN_S = 300.0
 """Time for the slowest rank to start"""
 
 
+def unsupported() -> Failure:
+    """The error of a program that cannot continue without a lost host, although its launcher expects it."""
+    what = "--elastic works with hvdtrain's own workloads only"
+    return Failure(f"{what}; hint: start this program without --elastic", exits.BAD_CONFIG)
+
+
 class Aborted(Exception):
     """A host was lost, and the work since the last `commit` has to be repeated with the new members."""
 

@@ -18,7 +18,7 @@ from hvdtrain.comm import lifecycle
 from hvdtrain.comm.backends.base import Communicator, Endpoint, Rendezvous
 from hvdtrain.comm.backends.horovod import HorovodCommunicator
 from hvdtrain.comm.backends.tcp import TcpCommunicator
-from hvdtrain.comm.elastic import ElasticCommunicator, ViewRendezvous
+from hvdtrain.comm.elastic import ElasticCommunicator, ViewRendezvous, unsupported
 from hvdtrain.comm.elastic import join as join_elastic
 from hvdtrain.comm.launch_env import LaunchEnv, launch_env
 from hvdtrain.comm.rendezvous import Subgroup, join
@@ -100,8 +100,7 @@ class RankGroup:
         if environment.launcher != "elastic":
             return cls.watched(join(environment), stall_limit_s)
         if not elastic:
-            what = "--elastic works with hvdtrain's own workloads only"
-            raise Failure(f"{what}; hint: start this program without --elastic", exits.BAD_CONFIG)
+            raise unsupported()
         return cls.watched(join_elastic(), stall_limit_s)
 
     def gather(self, value: Any) -> list[Any]:

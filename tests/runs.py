@@ -52,6 +52,7 @@ class Made:
     cpu: str = "A processor, 4 cores"
     backend: str | None = None
     parameters: int = 1000
+    shapes: Sequence[Sequence[int]] = ((40, 25),)
     rank_batch: int = 32
     epochs: int = 2
     steps_per_epoch: int = 5
@@ -193,6 +194,7 @@ def manifest(run: Made) -> records.Manifest:
         plan={"rank_batch": run.rank_batch, "global_batch": run.rank_batch * run.ranks, "steps": run.steps},
         data={"name": "digits", "classes": 10, "fingerprint": run.fingerprint, "train": run.samples_per_epoch},
         model={"name": "resnet34", "parameters": run.parameters},
+        shapes=[list(shape) for shape in run.shapes],
         metric=Accuracy().as_json(),
         ranks=ranks,
         backend=run.backend or ("mpi" if run.ranks > 1 else "none"),
@@ -298,6 +300,14 @@ def summary(run: Made, folder: Path, ended_unix_s: float) -> records.Summary:
         bytes_sent=2 * (run.ranks - 1) * 4 * run.parameters // run.ranks * run.steps,
         first_step_s=3.0,
         peak_rss_bytes=300_000_000,
+        step_shares={}
+        if run.communication_s is None
+        else {
+            "data": run.data_s / run.step_s,
+            "compute": run.compute_s / run.step_s,
+            "exchange": run.communication_s / run.step_s,
+            "exchange_least": run.communication_s / run.step_s,
+        },
         nic_bytes=[{"host": f"h{host}", "sent_bytes": nic_bytes - host} for host in range(run.hosts) if run.hosts > 1],
         began_unix_s=BEGAN_UNIX_S,
         ended_unix_s=ended_unix_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,75 +10,69 @@ import msgspec
 import pytest
 import runs
 
-from hvdtrain import records, strategies
+from hvdtrain import cli, records, strategies
 from hvdtrain.config.options import TrainConfig
+from hvdtrain.models.resnet import ResNetSpec, parameters
 from hvdtrain.observe.timing import Spent, step_shares
-from hvdtrain.strategies.advice import advice, network_s
-from hvdtrain.training.summary import advised
+from hvdtrain.plan import coding, learning, prediction, profile, recorded
+from hvdtrain.plan.advice import after_run
+from hvdtrain.strategies.spec import parse
 
-HIERARCHICAL, POWERSGD = "--strategy hierarchical", "--strategy powersgd:rank=4"
-LOCAL = "--strategy local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4"
-SLOW = {"exchange": 0.9, "exchange_least": 0.9, "compute": 0.1, "data": 0.0}
+SHAPES = [list(shape) for shape in parameters(ResNetSpec(channels=1, classes=10, width=0.125)).values()]
 
 
-@pytest.mark.parametrize(
-    ("settings", "network_ratio", "flags"),
-    [
-        ({}, 0.5, HIERARCHICAL),
-        ({}, 5, POWERSGD),
-        ({}, 40, LOCAL),
-        ({}, None, POWERSGD),
-        ({}, 0.01, HIERARCHICAL),
-        ({"strategy": "hierarchical"}, 0.01, None),
-        ({"strategy": "native"}, 0.5, POWERSGD),
-        ({"strategy": "native:hook=powersgd"}, 5, POWERSGD),
-        ({"strategy": "bf16"}, 0.5, POWERSGD),
-        ({"strategy": "powersgd"}, 5, LOCAL),
-        ({"strategy": "topk"}, 5, LOCAL),
-        ({"strategy": "hierarchical", "shares": "measured"}, 5, POWERSGD),
-        ({"strategy": "local-sgd"}, 40, None),
-        ({"precision": "fp16"}, 40, None),
-        ({"stages": 2, "strategy": "hierarchical"}, 40, None),
-        ({"micro_batches": 2, "strategy": "hierarchical"}, 5, POWERSGD),
-    ],
-)
-def test_advice_follows_the_link_and_is_at_least_the_next_level(
-    settings: dict[str, Any], network_ratio: float | None, flags: str | None
+def waited(folder: Path, **changes: Any) -> Path:
+    """Write a run on four slow hosts that waited for most of each step."""
+    settings = {"hosts": 4, "rate_mbit": 10.0, "strategy": "hierarchical", "shapes": SHAPES, "data_s": 0.0}
+    return runs.make(folder, **settings | {"compute_s": 0.1, "communication_s": 1.7} | changes)
+
+
+def advised(folder: Path, **settings: Any) -> str:
+    recorded = records.read_document(folder / "manifest.json", records.Manifest)
+    return after_run(TrainConfig(**{"strategy": recorded.config["strategy"]} | settings), folder) or ""
+
+
+@pytest.mark.parametrize("strategy", ["hierarchical", "int8", "allreduce", "native:hook=powersgd"])
+def test_the_advice_is_the_candidate_that_a_plan_from_the_run_ranks_first(
+    tmp_path: Path, strategy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = TrainConfig(**settings)
-    text = advice(config, SLOW, network_ratio)
-    if flags is None:
-        assert text is None
-        return
-    assert text is not None
-    assert text.startswith(f"try {flags} (")
-    strategies.resolve(TrainConfig(strategy=flags.removeprefix("--strategy ")))
+    folder = waited(tmp_path / "run", strategy=strategy)
+    names = prediction.reducers([parse(each) for each in (*learning.CANDIDATES, *learning.OTHERS)])
+    made = recorded.as_profile(recorded.read(folder), [])
+    made = profile.with_coding(made, coding.recorded(names, SHAPES))
+    (folder / profile.NAME).write_text(json.dumps(profile.as_json(msgspec.structs.replace(made, factors={}))))
+    assert cli.command(["plan", "--from", str(folder), "--json"]) == 0
+    (network,) = json.loads(capsys.readouterr().out)["networks"]
+    first = min(
+        (each for each in network["hosts"][0]["predictions"] if each["strategy"] in learning.CANDIDATES),
+        key=lambda each: each["step_s"] * sum(each["steps_factor"]),
+    )
+    text = advised(folder)
+    assert f"try --strategy {first['strategy']}, {1.8 / first['step_s']:.2g} times as fast" in text
+    assert f"{1.8 / first['interval_s'][1]:.2g} to {1.8 / first['interval_s'][0]:.2g}" in text
+    strategies.resolve(TrainConfig(strategy=first["strategy"]))
 
 
-def test_ranks_that_wait_for_slower_ones_are_advised_to_use_unequal_shares() -> None:
-    assert advice(TrainConfig(), {"exchange": 0.2, "exchange_least": 0.2}, 40) is None
-    assert advice(TrainConfig(), {}, 40) is None
-    uneven = {"exchange": 0.3, "exchange_least": 0.05}
-    assert (advice(TrainConfig(), uneven, 0.5) or "").startswith("try --strategy hierarchical --shares measured (")
-    inner = advice(TrainConfig(strategy="int8"), uneven, 0.5) or ""
-    assert inner.startswith("try --shares measured (")
-    assert advice(TrainConfig(shares="measured"), uneven, 0.5) is None
-    assert advice(TrainConfig(strategy="int8", micro_batches=2), uneven, 0.5) is None
+def test_nothing_is_advised_if_nothing_is_clearly_better(tmp_path: Path) -> None:
+    best = "local-sgd:every=4,staleness=2+powersgd:rank=12,bits=4"
+    assert not advised(waited(tmp_path / "one", hosts=1))
+    assert not advised(waited(tmp_path / "short", communication_s=0.02))
+    assert not advised(waited(tmp_path / "fast", rate_mbit=10_000.0, communication_s=0.05)), "no link explains the wait"
+    assert not advised(waited(tmp_path / "best", strategy=best, communication_s=0.03))
+    assert not advised(waited(tmp_path / "stages", strategy=best), stages=2)
+    assert "--strategy bf16" in advised(waited(tmp_path / "fp16"), precision="fp16"), "the others keep a residual"
+    with runs.edited(waited(tmp_path / "unknown") / "manifest.json") as manifest:
+        manifest["links"] = [{**link, "goodput_mbit": None} for link in manifest["links"]]
+    assert not advised(tmp_path / "unknown")
 
 
-def test_the_network_time_is_that_of_the_slowest_link() -> None:
-    links = [{"goodput_mbit": rate} for rate in (9.36, 93.6, None)]
-    assert network_s(1_334_970, 2, links) == pytest.approx(4.564, rel=1e-3), "as in docs/benchmarks/horovod-and-ddp.md"
-    assert network_s(1_334_970, 2, [{"goodput_mbit": None}]) is None
-
-
-def test_the_network_time_is_compared_with_the_computation_of_a_step() -> None:
-    made = runs.Made(hosts=2, parameters=1_000_000, train_s=100.0, steps_per_epoch=50)  # two epochs: 1 s per step
-    shares = {"data": 0.0, "compute": 0.5, "exchange": 0.5, "exchange_least": 0.5}
-    summary = msgspec.structs.replace(runs.summary(made, Path("run"), 0.0), step_shares=shares)
-    for changes in ({"train_s": 300.0}, {"samples_per_s": None}):  # a long warm-up; a script that logs no samples
-        text = advised(TrainConfig(), msgspec.structs.replace(summary, **changes), [{"goodput_mbit": 6.4}])
-        assert text and "take 10 times as long" in text, "5 s for 4 MB"
+def test_ranks_that_wait_for_slower_ones_are_advised_to_use_unequal_shares(tmp_path: Path) -> None:
+    for strategy, words in (("allreduce", "try --strategy hierarchical --shares measured ("), ("int8", "try --shares")):
+        folder = waited(tmp_path / strategy, strategy=strategy)
+        with runs.edited(folder / "metrics" / "rank0000.jsonl") as lines:
+            lines[-1]["step_shares"]["exchange_least"] = 0.05
+        assert words in advised(folder)
+        assert not advised(folder, shares="measured") and not advised(folder, micro_batches=2)
 
 
 def test_shares_of_a_step_are_means_over_ranks_without_warmup() -> None:

@@ -149,7 +149,7 @@ def test_recording_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("HVDTRAIN_RECORD", "0")
     monkeypatch.chdir(tmp_path)
     world = connect("torch", backend="tcp")
-    about = {"parameters": 1, "device": "cpu", "threads": 1, "gather": world.gather_bytes}
+    about = {"shapes": [(1,)], "device": "cpu", "threads": 1, "gather": world.gather_bytes}
     assert record.begin(world, parse("hierarchical"), **about) is None
     record.log(loss=1.0)
     record.finish()

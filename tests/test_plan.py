@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from conftest import fails, trainings
 from runs import make, read_run
 
 from hvdtrain import cli, strategies
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config.options import TrainConfig
+from hvdtrain.data import Batch
 from hvdtrain.models.resnet import ResNetSpec, parameters
 from hvdtrain.plan import choice, coding, learning, prediction, profile
-from hvdtrain.plan.network import Link, measured
+from hvdtrain.plan.network import Link, Uplink, measured
 from hvdtrain.plan.prediction import Host
 from hvdtrain.plan.profile import Point, Profile
 from hvdtrain.plan.simulation import Message, Node, Traffic, simulate
@@ -84,6 +89,24 @@ def test_one_direction_carries_more_than_both() -> None:
     assert SLOW.seconds(1e6, 0) == pytest.approx(8 / 9.564, rel=1e-3)
     uneven = Link.of_rate(10e6, 1e6)
     assert uneven.seconds(1e6, 1e6) == pytest.approx(8 / 0.936)
+
+
+def test_switches_share_their_uplink() -> None:
+    sent, count, each = 4e5, 8, 4
+    rate = SLOW.up
+    pairs = Message(ready=1.0, sent=sent, received=sent, hops=0, peers=count - 1)
+    ring = dataclasses.replace(pairs, peers=1)
+
+    def waited_s(message: Message, uplink: Uplink | None) -> float:
+        return simulate(nodes(count, uplink=uplink), Traffic(messages=(message,))).waiting_s
+
+    flat_s = waited_s(pairs, None)
+    assert waited_s(pairs, Uplink(hosts=each, rate=each * rate)) == pytest.approx(flat_s), "no oversubscription"
+    assert waited_s(pairs, Uplink(hosts=count, rate=1.0)) == pytest.approx(flat_s), "one switch has no uplink"
+    crossing = each * (count - each) / (count - 1)
+    assert waited_s(pairs, Uplink(hosts=each, rate=rate)) == pytest.approx(crossing * flat_s)
+    assert waited_s(ring, Uplink(hosts=each, rate=rate)) == pytest.approx(flat_s), "a ring crosses it once"
+    assert waited_s(ring, Uplink(hosts=each, rate=rate / 2)) == pytest.approx(2 * flat_s)
 
 
 def test_gradients_that_are_ready_early_are_sent_during_backward() -> None:
@@ -212,6 +235,37 @@ def test_reducers_are_measured_by_running_them() -> None:
     assert coding.measure(["int8"], SHAPES, -1.0) == {}
 
 
+# --- intervals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_intervals_contain_the_prediction_and_widen_with_fewer_and_less_regular_steps(count: int) -> None:
+    def relative(variation: float, steps: int) -> tuple[float, float]:
+        points = [msgspec.structs.replace(each, steps=steps) for each in made(variation).points]
+        using = msgspec.structs.replace(made(), points=points)  # the variation of all hosts is that of `made`
+        found = prediction.predict(using, parse("int8"), hosts(*[FAST] * count), 128)
+        assert found.interval_s and found.interval_s[0] < found.step_s < found.interval_s[1]
+        return found.interval_s[0] / found.step_s, found.interval_s[1] / found.step_s
+
+    often, seldom, uneven = relative(0.05, 40), relative(0.05, 4), relative(0.2, 40)
+    assert seldom[0] < often[0] and often[1] < seldom[1]
+    assert uneven[0] < often[0] and often[1] < uneven[1]
+    assert relative(0.0, 4)[1] > seldom[1], "an unknown variation is taken to be a large one"
+
+
+def test_time_to_accuracy_is_less_certain_than_both_of_its_factors() -> None:
+    one = prediction.predict(made(), parse("int8"), hosts(FAST), 128)
+    names = ("hierarchical", "int4", "allreduce")
+    exact, coarse, plain = (prediction.predict(made(), parse(name), hosts(FAST, FAST), 128) for name in names)
+    least, most = exact.speedup_to_target(one) or (0.0, 0.0)
+    assert exact.interval_s and least < exact.step_s / exact.interval_s[1] * exact.speedup(one)
+    assert least < exact.speedup(one) < most
+    least, most = coarse.speedup_to_target(one) or (0.0, 0.0)
+    fewest, steps = learning.RECORDED["int4"].steps
+    assert least < coarse.speedup(one) / steps and most > coarse.speedup(one) / fewest
+    assert plain.interval_s is None, "no run of Horovod was compared with a prediction"
+
+
 # --- --strategy auto --------------------------------------------------------------------------------------------------
 
 
@@ -231,7 +285,7 @@ def test_rules_limit_what_auto_may_choose() -> None:
     assert rule("hierarchical") is None
     for text in ("auto:exakt", "auto:within=", "auto:within=-1", "auto:within=nan"):
         fails(lambda text=text: rule(text), 78, "auto:within=0.3")  # type: ignore[misc]
-    fails(lambda: parse("auto"), 78, "workloads only")
+    fails(lambda: parse("auto"), 78, "name a strategy")
 
 
 def test_exact_sums_stay_unless_another_strategy_is_clearly_faster() -> None:
@@ -330,7 +384,9 @@ def test_a_plan_from_a_run_reproduces_its_step(tmp_path: Path, capsys: pytest.Ca
         ("resnet --rates 10mbps", 2, "counts bytes"),
         ("resnet --ranks-per-host 0", 2, "above 0"),
         ("resnet --latency -1", 2, "--latency"),
+        ("resnet --switch 4", 2, "--uplink"),
         ("resnet --figure x.gif", 2, ".svg"),
+        ("resnet --figure missing/x.svg", 73, "hint: give a file in a folder"),
         ("resnet --strategy nonsense", 78, "unknown strategy"),
         ("resnet --no-such-flag", 2, "--no-such-flag"),
         ("resnet --strategy auto", 78, "auto"),
@@ -340,6 +396,47 @@ def test_a_plan_from_a_run_reproduces_its_step(tmp_path: Path, capsys: pytest.Ca
 )
 def test_mistakes_are_one_line(line: str, code: int, words: str) -> None:
     fails(lambda: cli.command(["plan", *line.split()]), code, words)
+
+
+class Noisy:
+    """A replica whose gradients are a known vector and noise of a known variance."""
+
+    def __init__(self, mean: np.ndarray, deviation: float, seed: int) -> None:
+        self._mean, self._deviation, self._random = mean, deviation, np.random.default_rng(seed)
+
+    def backward(self, batch: Batch, lr: float, stop: bool) -> None:
+        noise = self._random.standard_normal(len(self._mean)) * self._deviation / batch.weight**0.5
+        self._gradient = (self._mean + noise).astype(np.float32)
+
+    def synchronize(self) -> None: ...
+
+    def vector(self) -> np.ndarray:
+        return self._gradient
+
+    def apply(self, lr: float) -> None: ...
+
+
+@pytest.mark.parametrize("batch", [8, 64])
+def test_the_noise_scale_of_known_gradients_is_in_its_interval(batch: int) -> None:
+    size, deviation, inside = 1000, 0.1, 0
+    mean = np.full(size, 0.01)
+    truth = size * deviation**2 / float(mean @ mean)
+    batches = itertools.repeat(Batch(arrays=(), weight=batch, total_weight=batch))
+    for seed in range(20):
+        probe = profile.Probe(Communicator(), [(size,)], TrainConfig(), None, None)
+        least, most = profile.noise_scale(Noisy(mean, deviation, seed), probe, batches, batch, lambda _: 0.0, 0.0)
+        inside += least <= truth <= (math.inf if most is None else most)
+    assert inside >= 16, "95 % intervals"
+
+
+def test_a_larger_batch_needs_more_epochs() -> None:
+    assert learning.epochs_factor(128, 128, (10.0, None)) == (1.0, 1.0)
+    least, most = learning.epochs_factor(128, 32, (32.0, None))
+    assert (least, most) == (1.0, pytest.approx(2.5))
+    one = prediction.predict(made(noise_scale=(32.0, None)), parse("hierarchical"), hosts(FAST), 32)
+    four = prediction.predict(made(noise_scale=(32.0, None)), parse("hierarchical"), hosts(*[FAST] * 4), 128)
+    speedup = four.speedup(one)
+    assert four.speedup_to_target(one) == (pytest.approx(speedup / 2.5), pytest.approx(speedup))
 
 
 def test_a_strategy_that_cannot_run_is_not_predicted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -357,9 +357,8 @@ def test_goodput_receivers_reject_strangers() -> None:
     for secret, number, to in ((b"public", 0, 1), (KEY, 2, 1), (KEY, 0, 2)):
         with pytest.raises(OSError):
             goodput.measure("127.0.0.1", receiver.port, Party(secret, goodput.PURPOSE, number), to, "127.0.0.1")
-    assert goodput.measure("127.0.0.1", receiver.port, Party(KEY, goodput.PURPOSE, 0), 1, "127.0.0.1") > 0
-    with pytest.raises(OSError):  # once
-        socket.create_connection(("127.0.0.1", receiver.port))
+    for _ in range(2):  # a run may measure again
+        assert goodput.measure("127.0.0.1", receiver.port, Party(KEY, goodput.PURPOSE, 0), 1, "127.0.0.1") > 0
     for stranger in silent:
         stranger.close()
     points = [(0.1 * i, 1000 * i) for i in range(10)]

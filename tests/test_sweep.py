@@ -11,12 +11,15 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import runs
 from conftest import ROOT, finished, installed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvdtrain import cli
+from hvdtrain.plan import profile, recorded
 from hvdtrain.sweep import command, dry_run, estimate, execute, file, folder, grid, missing, network, show
 from hvdtrain.sweep.__main__ import main
 from hvdtrain.sweep.dry_run import DryRun, command_flags
@@ -314,6 +317,31 @@ def test_durations_come_from_runs_of_the_same_experiment_or_similar_ones() -> No
     assert estimator.of(run_of(fast)) == estimate.Estimate(50.0, "measured")
     third = experiment(hosts=4, rate="1gbit", on="cluster", seed=1)
     assert estimator.of(run_of(third)) == estimate.Estimate(100.0, "similar")
+
+
+def test_a_run_is_predicted_from_a_finished_run_as_a_plan_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow, fast = (
+        experiment(hosts=hosts, rate=rate, on="cluster", strategy="hierarchical")
+        for hosts, rate in ((2, "10mbit"), (4, "100mbit"))
+    )
+    folder = tmp_path / "s" / "run"
+    runs.make(folder, hosts=2, rate_mbit=10.0, strategy="hierarchical", kind="timing", settings=slow.settings)
+    with runs.edited(folder / "metrics" / "rank0000.jsonl") as lines:
+        summary = lines[-1]
+    words = ["--hosts", "4", "--rates", "100mbit", "--strategy", "hierarchical", "--json"]
+    made = msgspec.structs.replace(recorded.as_profile(recorded.read(folder), []), factors={})
+    (folder / profile.NAME).write_text(json.dumps(profile.as_json(made)))  # so that no time of coding is measured
+    assert cli.command(["plan", "--from", str(folder), *words]) == 0
+    step_s = json.loads(capsys.readouterr().out)["networks"][0]["hosts"][0]["predictions"][0]["step_s"]
+    about = {"global_batch": 128, "steps": 50}
+    answer = dry_run.DryRun(config={"strategy": "hierarchical"}, plan=about, fingerprint="")
+    estimator = estimate.Estimator({fast.name: answer})
+    estimator.read(tmp_path)
+    others_s = sum(summary[name] for name in estimate.OTHER_PHASES)
+    assert estimator.of(run_of(fast)) == estimate.Estimate(pytest.approx(50 * step_s + others_s), "predicted")
+    assert estimator.of(run_of(slow)) == estimate.Estimate(pytest.approx(summary["train_s"] + others_s), "measured")
 
 
 def test_remaining_time_is_the_sum_of_runs_and_cooldown() -> None:

@@ -34,7 +34,7 @@ from hvdtrain.system import exits, net  # noqa: E402
 from hvdtrain.system.arguments import Parser  # noqa: E402
 from hvdtrain.system.commands import need_root  # noqa: E402
 from hvdtrain.system.exits import Failure  # noqa: E402
-from hvdtrain.system.rates import goodput_both_ways, parse_rate, show_rate  # noqa: E402
+from hvdtrain.system.rates import all_reduce_s, goodput_both_ways, parse_rate, show_rate  # noqa: E402
 
 NAMES = "abcdefgh"
 STARTERS = ("gloo", "mpirun", "ours", "ours-horovodrun", "ours-gloo")
@@ -48,7 +48,7 @@ IDLE_GOAL_PERCENT = 1.0
 
 def limit_s(hosts: int, size: int, rate_bit_s: int) -> float:
     """Seconds that the network needs for an allreduce of `size` bytes over `hosts` hosts."""
-    return 2 * (hosts - 1) / hosts * size * 8 / goodput_both_ways(rate_bit_s)
+    return all_reduce_s(size, hosts, goodput_both_ways(rate_bit_s))
 
 
 def repeats(expected_s: float) -> int:

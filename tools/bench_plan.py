@@ -2,12 +2,14 @@
 """Compare predictions of `hvdtrain plan` with real runs on virtual hosts.
 
     sudo make bench-plan BENCH_ARGS='--rates 10mbit --hosts 4 --strategy powersgd:rank=4'
+    sudo make bench-plan BENCH_ARGS='--model captioning --cores 0.25 --repeats 2'
     tools/bench_plan.py --report results/bench-plan
 
-Creates four virtual hosts of half a core, profiles the model on all of them at once, and writes the predictions of all
-cells and their SHA-256 before the first run. Nothing is fitted to the cells. Then it runs each cell and prints the
-errors, next to those of latency-bandwidth arithmetic without overlap: computation + bytes / goodput + latencies. Needs
-root. A cell's step time is the mean over ranks and over steps without warm-up.
+Creates four virtual hosts, profiles the model on all of them at once, and writes the predictions of all cells and
+their SHA-256 before the first run. Nothing is fitted to the cells. Then it runs each cell, and `--strategy auto` once
+per rate and number of hosts. It prints the errors, next to those of latency-bandwidth arithmetic without overlap:
+computation + bytes / goodput + latencies. Needs root. A cell's step time is the mean over ranks and over steps without
+warm-up.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ sys.path.insert(0, str(ROOT))
 from hvdtrain import records  # noqa: E402
 from hvdtrain.plan import learning  # noqa: E402
 from hvdtrain.plan.network import LATENCY_S, Link  # noqa: E402
+from hvdtrain.strategies import automatic  # noqa: E402
 from hvdtrain.strategies.cost import Layout  # noqa: E402
 from hvdtrain.strategies.spec import parse  # noqa: E402
 from hvdtrain.sweep.process import run_uninterrupted  # noqa: E402
@@ -43,13 +46,14 @@ from hvdtrain.system.exits import Failure  # noqa: E402
 from hvdtrain.system.rates import parse_rate  # noqa: E402
 
 NAMES = ("a", "b", "c", "d")
-CORES = "0.5"
+PLACE = ["model", "cores", "rate", "hosts"]
 CELL_S = 8.0
 """Aim for the steps of a cell"""
 BATCH, LEAST_STEPS, MOST_STEPS = 32, 8, 44  # an epoch of the digits has 44 steps
 MODELS = {
     "resnet": ["resnet", "--width", "0.25", "--image-size", "96", "--global-batch-size", "32"],
     "small": ["resnet", "--width", "0.125", "--image-size", "64", "--global-batch-size", "32"],
+    "captioning": ["captioning", "--encoder", "small", "--beam", "1", "--global-batch-size", "32"],
 }
 
 
@@ -75,7 +79,7 @@ def profiles(options: argparse.Namespace, folder: Path) -> Any:
 
 def predictions_of(plan: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for each cell, with the prediction and the baseline without overlap."""
-    rows = []
+    rows = list[dict[str, Any]]()
     for network in plan["networks"]:
         link = Link.of_rate(parse_rate(network["network"]))
         for each in (prediction for hosts in network["hosts"] for prediction in hosts["predictions"]):
@@ -85,10 +89,12 @@ def predictions_of(plan: Any, options: argparse.Namespace) -> list[dict[str, Any
             rows.append(
                 {
                     "model": options.model,
+                    "cores": options.cores,
                     "rate": network["network"],
                     "hosts": each["hosts"],
                     "strategy": each["strategy"],
                     "predicted_s": each["step_s"],
+                    "interval_s": each["interval_s"],
                     "baseline_s": each["computing_s"] + exchange_s,
                     "predicted_bytes": each["sent_bytes"],
                 }
@@ -96,21 +102,26 @@ def predictions_of(plan: Any, options: argparse.Namespace) -> list[dict[str, Any
     return rows
 
 
-def run(options: argparse.Namespace, row: dict[str, Any], folder: Path) -> dict[str, Any]:
+def train(options: argparse.Namespace, row: dict[str, Any], path: Path, steps: int) -> str | None:
+    """Train with the row's strategy on its hosts. Returns the last line of the error, or None."""
+    hosts = ",".join(f"{name}:1" for name in NAMES[: row["hosts"]])
+    workload, *flags = MODELS[options.model]
+    words = ["launch/mpirun.sh", "-H", hosts, sys.executable, "-m", f"hvdtrain.{workload}", *flags]
+    words += ["--strategy", row["strategy"], "--epochs", "1", "--epoch-samples", str(BATCH * steps)]
+    words += ["--run-dir", str(path), "--checkpoint-epochs", "0", "--evaluate-samples", "16", "--json"]
+    words += ["--warmup-epochs", "0"]
+    done = subprocess.run(on_host(options.name, "a", words), cwd=ROOT, capture_output=True, text=True, check=False)
+    return (done.stderr.strip().splitlines() or ["no message"])[-1] if done.returncode else None
+
+
+def run(options: argparse.Namespace, row: dict[str, Any], folder: Path, turn: int) -> dict[str, Any]:
     """Run a cell and return its row with the recorded times and bytes."""
     steps = int(max(LEAST_STEPS, min(MOST_STEPS, CELL_S / row["predicted_s"])))
     steps -= steps % 4  # whole rounds of local steps
-    hosts = ",".join(f"{name}:1" for name in NAMES[: row["hosts"]])
-    name = f"{row['model']}-{row['rate']}-{row['hosts']}-{row['strategy'].replace(':', '_').replace(',', '_')}"
+    name = f"{row['model']}-{row['rate']}-{row['hosts']}-{row['strategy'].replace(':', '_').replace(',', '_')}-{turn}"
     path = folder / name
-    workload, *flags = MODELS[options.model]
-    train = ["-m", f"hvdtrain.{workload}", *flags, "--strategy", row["strategy"], "--epochs", "1"]
-    train += ["--epoch-samples", str(BATCH * steps), "--run-dir", str(path), "--checkpoint-epochs", "0"]
-    train += ["--evaluate-samples", "16", "--json", "--warmup-epochs", "0"]
-    words = ["launch/mpirun.sh", "-H", hosts, sys.executable, *train]
-    done = subprocess.run(on_host(options.name, "a", words), cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return row | {"problem": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+    if problem := train(options, row, path, steps):
+        return row | {"problem": problem}
     times, sent = [], []
     for metrics in sorted(path.glob("metrics/rank*.jsonl")):
         rank = [record for record in records.read(metrics) if isinstance(record, records.Step)]
@@ -119,6 +130,16 @@ def run(options: argparse.Namespace, row: dict[str, Any], folder: Path) -> dict[
         times += [(each.data_s or 0.0) + each.compute_s + (each.communication_s or 0.0) for each in timed]
         sent += [each.bytes_sent for each in rank]
     return row | {"recorded_s": statistics.mean(times), "recorded_bytes": statistics.mean(sent), "steps": steps}
+
+
+def chosen(options: argparse.Namespace, rate: str, hosts: int, folder: Path) -> dict[str, Any]:
+    """Let `--strategy auto` choose, and return its choice."""
+    row = {"model": options.model, "cores": options.cores, "rate": rate, "hosts": hosts, "strategy": automatic.NAME}
+    path = folder / f"{options.model}-{rate}-{hosts}-auto"
+    if problem := train(options, row, path, LEAST_STEPS):
+        return row | {"problem": problem}
+    manifest = records.read_document(path / "manifest.json", records.Manifest)
+    return row | {"chosen": manifest.config["strategy"]}
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
@@ -132,7 +153,7 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
     found["error_%"] = 100 * (found.predicted_s / found.recorded_s - 1)
     found["baseline_%"] = 100 * (found.baseline_s / found.recorded_s - 1)
     found["bytes_%"] = 100 * (found.predicted_bytes / found.recorded_bytes - 1)
-    table = found.drop(columns=["predicted_bytes", "recorded_bytes"]).to_string(
+    table = found.drop(columns=["interval_s", "predicted_bytes", "recorded_bytes"], errors="ignore").to_string(
         index=False, float_format="{:.3g}".format
     )
     lines = [table, ""]
@@ -141,24 +162,51 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
         lines.append(
             f"{name}: median {size.median():.1f}, 95th percentile {size.quantile(0.95):.1f}, {len(found)} cells"
         )
-    for key in ("rate", "hosts", "strategy", "model"):
+    cells = [(row["recorded_s"], *row["interval_s"]) for row in rows if "recorded_s" in row and row.get("interval_s")]
+    inside = sum(low <= recorded_s <= high for recorded_s, low, high in cells)
+    lines.append(f"90 % intervals contain {inside} of {len(cells)} recorded times; goal: 85 to 95 %")
+    for key in ("rate", "hosts", "strategy", "model", "cores"):
         medians = found.groupby(key)["error_%"].apply(lambda each: each.abs().median())
         lines.append(f"median error by {key}: " + ", ".join(f"{k} {v:.1f}" for k, v in medians.items()))
     taus = defaultdict(list)
-    for _, cells in found.groupby(["model", "rate", "hosts"]):
+    for _, cells in found.groupby(PLACE):
+        cells = cells.groupby("strategy", as_index=False)[["predicted_s", "baseline_s", "recorded_s"]].mean()  # repeats
         best = cells.recorded_s.min()
         for name in ("predicted_s", "baseline_s"):
             if len(cells) > 2:
                 taus[f"Kendall's tau of {name}"].append(kendalltau(cells[name], cells.recorded_s).statistic)
-            chosen = cells.loc[cells[name].idxmin()]
-            taus[f"recorded time of the strategy chosen by {name} / the fastest"].append(chosen.recorded_s / best)
+            first = cells.loc[cells[name].idxmin()]
+            taus[f"recorded time of the first strategy by {name} / the fastest"].append(first.recorded_s / best)
     lines += [f"{name}: " + ", ".join(f"{value:.2f}" for value in values) for name, values in taus.items()]
-    repeats = found.groupby(["model", "rate", "hosts", "strategy"]).recorded_s.agg(["min", "max", "count"])
+    lines += regrets(found, [row for row in rows if "chosen" in row])
+    repeats = found.groupby([*PLACE, "strategy"]).recorded_s.agg(["min", "max", "count"])
     repeated = repeats[repeats["count"] > 1]
     if len(repeated):
-        lines.append(f"repeats differ by {100 * (repeated['max'] / repeated['min'] - 1).median():.1f} % (median)")
+        apart = 100 * (repeated["max"] / repeated["min"] - 1)
+        lines.append(
+            f"repeats of {len(repeated)} cells differ by {apart.median():.1f} % (median), at most {apart.max():.1f} %"
+        )
     lines += [f"not run: {row['strategy']}: {row['problem']}" for row in rows if "problem" in row]
     return "\n".join(lines)
+
+
+def regrets(found: pd.DataFrame, choices: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the time to a target with the strategy that `auto` chose, relative to the best recorded cell.
+
+    The time to a target is the recorded time of a step times the recorded steps to a target that `auto` uses.
+    """
+    lines = []
+    for choice in choices:
+        cells = found[(found[PLACE] == pd.Series({key: choice[key] for key in PLACE})).all(axis=1)]
+        seconds = {}
+        for strategy, times in cells.groupby("strategy").recorded_s:
+            if strategy in learning.CANDIDATES:
+                seconds[strategy] = times.mean() * statistics.mean(learning.RECORDED[str(strategy)].steps)
+        if choice["chosen"] in seconds:
+            regret = seconds[choice["chosen"]] / min(seconds.values())
+            place = ", ".join(str(choice[key]) for key in PLACE)
+            lines.append(f"auto on {place}: {choice['chosen']}, regret {regret:.2f} of {len(seconds)} strategies")
+    return lines
 
 
 def parser() -> Parser:
@@ -167,6 +215,8 @@ def parser() -> Parser:
     top.add_argument("--hosts", type=lambda text: [int(part) for part in text.split(",")], default=[2, 3, 4])
     top.add_argument("--strategy", action="append", metavar="S", help="only this one; give it again for more")
     top.add_argument("--model", choices=MODELS, default="resnet")
+    top.add_argument("--cores", type=float, default=0.5, metavar="N", help="cores of each host (default: 0.5)")
+    top.add_argument("--repeats", type=int, default=1, metavar="N", help="runs of each cell (default: 1)")
     top.add_argument("--root", type=Path, default=Path("results/bench-plan"), metavar="DIR")
     top.add_argument("--name", default="tplan", help="name of the virtual cluster (default: tplan)")
     top.add_argument("--report", type=Path, metavar="DIR", help="only print the errors of all cells below DIR")
@@ -188,8 +238,8 @@ def main(arguments: list[str]) -> int:
     def cluster(*words: str) -> None:
         run_uninterrupted([f"{ROOT}/tools/cluster.sh", *words], os.environ)
 
-    cluster("up", "--name", options.name, "--hosts", ",".join(NAMES), "--cpu-share", CORES, "--slots", "1")
-    rows = []
+    cluster("up", "--name", options.name, "--hosts", ",".join(NAMES), "--cpu-share", str(options.cores), "--slots", "1")
+    rows = list[dict[str, Any]]()
     try:
         cells = predictions_of(profiles(options, folder), options)
         content = json.dumps(cells, indent=1).encode()
@@ -197,13 +247,15 @@ def main(arguments: list[str]) -> int:
         print(f"predictions of {len(cells)} cells: SHA-256 {hashlib.sha256(content).hexdigest()}", flush=True)
         for rate in options.rates:
             run_uninterrupted([f"{ROOT}/tools/throttle.sh", rate, "--name", options.name], os.environ)
-            for cell in (each for each in cells if each["rate"] == rate):
-                rows.append(run(options, cell, folder))
+            for cell in (each for each in cells if each["rate"] == rate for _ in range(options.repeats)):
+                rows.append(run(options, cell, folder, len(rows)))
                 (folder / "cells.json").write_text(json.dumps(rows, indent=1))
                 last = rows[-1]
                 recorded = f"{last['recorded_s']:.3g} s recorded" if "recorded_s" in last else last["problem"]
                 where = f"{rate}, {cell['hosts']} hosts, {cell['strategy']}"
                 print(f"{where}: {cell['predicted_s']:.3g} s predicted, {recorded}", file=sys.stderr, flush=True)
+            rows += [chosen(options, rate, hosts, folder) for hosts in options.hosts if hosts > 1]
+            (folder / "cells.json").write_text(json.dumps(rows, indent=1))
     finally:
         cluster("down", "--name", options.name)
     print(report(rows))

@@ -13,7 +13,7 @@ from hvdtrain.system.rates import all_reduce_s
 PATIENCE_S = 3.0
 SETTLE_S, COUNT_S = 0.3, 1.0
 """Parts of a measurement. In the first one TCP finds the rate."""
-GRADIENT_BYTES = 85.13e6
+GRADIENT_BYTES = 85_130_000
 """Gradients of ResNet-34 with 10 classes in float32."""
 SLOW_MBIT = 100.0
 UNEVEN = 2.0

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from hvdtrain.data import Batch
-from hvdtrain.strategies import Vectors
+from hvdtrain.strategies import Strategy, Vectors
 from hvdtrain.system import exits, install
 from hvdtrain.system.exits import Failure
 
@@ -24,8 +24,14 @@ class Replica(Vectors, Protocol):
     statistics: Mapping[str, float]
     """Momentum of each array of `local_state` that is a running statistic, see `statistics_of`"""
 
-    def backward(self, batch: Batch, lr: float, stop: bool) -> None:
-        """Compute the gradients of this rank's batch.
+    def use(self, strategy: Strategy) -> None:
+        """Exchange by another strategy from the next `backward` on. Weights and optimizer state stay. Collective.
+
+        Neither strategy may exchange in the framework's own step (`Capabilities.in_backward`).
+        """
+
+    def backward(self, batch: Batch, lr: float, stop: float) -> None:
+        """Compute the gradients of this rank's batch. `stop`: the rank's requests, see `strategies.STOP`.
 
         They are divided by the sample count of all ranks, or by this rank's if the strategy has `local_updates`. A
         framework whose graph contains the exchange also updates each parameter as soon as its gradient has arrived.

@@ -29,7 +29,7 @@ class PipelineTensorFlow(Parted, TensorFlowReplica):
     _gradients: Any = ()
     """Sums over the micro-batches of this step"""
 
-    def backward(self, batch: Batch, lr: float, stop: bool) -> None:
+    def backward(self, batch: Batch, lr: float, stop: float) -> None:
         self._gradients = []
         self._samples = batch.weight, batch.total_weight
         self._mean_of = float(batch.weight if self._local else batch.total_weight)

@@ -19,7 +19,7 @@ class PipelineTorch(Parted, TorchReplica):
     losses. The arrays are the batch's, except that the first one comes from the previous stage.
     """
 
-    def backward(self, batch: Batch, lr: float, stop: bool) -> None:
+    def backward(self, batch: Batch, lr: float, stop: float) -> None:
         self._train(True)
         if self._flat is None:
             self._optimizer.zero_grad()

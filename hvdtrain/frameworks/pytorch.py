@@ -64,9 +64,15 @@ class GradientHooks:
         self._missing: list[set[int]] = []
         """For each bucket, the indices of the parameters whose gradients are not computed yet"""
         self._next = 0
-        for number, bucket in enumerate(buckets):
-            for index in bucket:
-                named[index][1].register_post_accumulate_grad_hook(functools.partial(self._computed, number, index))
+        self._handles = [
+            named[index][1].register_post_accumulate_grad_hook(functools.partial(self._computed, number, index))
+            for number, bucket in enumerate(buckets)
+            for index in bucket
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
     def begin(self) -> None:
         self._missing = [set(bucket) for bucket in self._buckets]
@@ -127,7 +133,7 @@ class TorchReplica:
             if config.precision == "fp32"
             else torch.autocast(self._device.type, PRECISIONS[config.precision])
         )
-        trained = [(name, each) for name, each in self._parameters.items() if each.requires_grad]
+        self._named = trained = [(name, each) for name, each in self._parameters.items() if each.requires_grad]
         optimizer = _optimizer([each for _, each in trained], config)
         self._step = TorchStep(self._model, optimizer)
         self._local, self._flat = strategy.capabilities.local_updates, None
@@ -135,8 +141,7 @@ class TorchReplica:
             self._step = world.overlapped(self._model, optimizer, strategy.settings)
         else:
             self._flat = Flat([each for _, each in trained], metric.size + 1, self._device)
-            if self.one_backward and (buckets := strategy.buckets()):
-                self._hooks = GradientHooks(strategy, buckets, self._flat, trained)
+            self.use(strategy)
         self._average, self._averages = None, dict[str, torch.Tensor]()
         if config.ema:
             self._average = Average([self._flat.weights] if self._flat else [each for _, each in trained])
@@ -150,7 +155,15 @@ class TorchReplica:
         )
         self._trained, self._clip_norm = [each for _, each in trained], config.clip_norm
 
-    def backward(self, batch: Batch, lr: float, stop: bool) -> None:
+    def use(self, strategy: Strategy) -> None:
+        assert self._flat is not None
+        self._local = strategy.capabilities.local_updates
+        if self._hooks:
+            self._hooks.remove()
+        buckets = strategy.buckets() if self.one_backward else ()
+        self._hooks = GradientHooks(strategy, buckets, self._flat, self._named) if buckets else None
+
+    def backward(self, batch: Batch, lr: float, stop: float) -> None:
         self._train(True)
         if self._flat is None:
             self._optimizer.zero_grad()

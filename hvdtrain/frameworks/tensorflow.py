@@ -106,7 +106,6 @@ class TensorFlowReplica:
         self.device, self._metric = device, metric
         self._model, self._world = model, world
         self._in_backward = strategy.capabilities.in_backward
-        self._local = strategy.capabilities.local_updates
         self._weights: dict[str, tf.Variable] = model.weights
         untrained = self._buffers() or {each.name: each for each in getattr(model, "non_trainable_variables", ())}
         self.statistics = statistics_of(model, [name for name, each in untrained.items() if each.dtype.is_floating])
@@ -118,17 +117,20 @@ class TensorFlowReplica:
         self._scale = tf.Variable(FIRST_SCALE if config.precision == "fp16" else 1.0, trainable=False)
         self._good_steps = tf.Variable(0, trainable=False)
         self._scaled = config.precision == "fp16"
-        self._backward_graph: Any = None
         self._forward_graphs: dict[bool, Any] = {}
         self._apply_graph = tf.function(self._apply, autograph=False)
         self._flat = FlatVariables(self._weights.values())
         self._vector = aligned(self._flat.size + metric.size + 1)
         self._gathered = False
         """Whether the vector holds the gradients of the last backward"""
-        self._strategy = strategy
-        self._buckets = strategy.buckets() if self.one_backward else ()
+        self.use(strategy)
 
-    def backward(self, batch: Batch, lr: float, stop: bool) -> None:
+    def use(self, strategy: Strategy) -> None:
+        self._strategy, self._local = strategy, strategy.capabilities.local_updates
+        self._buckets = strategy.buckets() if self.one_backward else ()
+        self._backward_graph: Any = None  # the graph reports the buckets
+
+    def backward(self, batch: Batch, lr: float, stop: float) -> None:
         arrays = [tf.constant(array) for array in batch.arrays]
         if self._backward_graph is None:
             self._backward_graph = tf.function(

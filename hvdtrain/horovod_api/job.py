@@ -35,11 +35,13 @@ from hvdtrain.config.options import TrainConfig
 from hvdtrain.horovod_api import record
 from hvdtrain.horovod_api.basics import Basics
 from hvdtrain.horovod_api.calls import Calls
-from hvdtrain.strategies import Exchange, Strategy, parse
+from hvdtrain.strategies import Exchange, Strategy, automatic, parse
+from hvdtrain.strategies.automatic import Rule
 from hvdtrain.strategies.cost import Shape
 from hvdtrain.strategies.registry import DEFAULT_REDUCER
 from hvdtrain.system import exits, install
 from hvdtrain.system.exits import Failure
+from hvdtrain.training import profiled
 
 VARIABLE = "HVDTRAIN_STRATEGY"
 NOT_INITIALISED = "Horovod has not been initialized; use hvd.init()."
@@ -145,8 +147,19 @@ _replaced: list[tuple[Any, str, Any]] = []
 """The attributes that `_carry` replaced: object, name, original value"""
 
 
-def wanted(strategy: str | None = None) -> Exchange | None:
+def rule(strategy: str | None = None) -> Rule | None:
+    """What `strategy`, or else HVDTRAIN_STRATEGY, lets `auto` choose; None if it names a strategy.
+
+    Raises Failure (78) for a setting that `auto` does not have.
+    """
+    return automatic.rule(strategy or os.environ.get(VARIABLE) or "")
+
+
+def wanted(strategy: str | None = None, *, chooses: bool = False) -> Exchange | None:
     """The exchange that `strategy`, or else HVDTRAIN_STRATEGY, asks for; None for Horovod's own.
+
+    `chooses`: whether the caller can choose later, so that `auto` exchanges exactly until then. `hvdtrain plan` runs
+    one process, for which all strategies are alike.
 
     Raises Failure (78) if the strategy is unknown, or scripts cannot use it.
     """
@@ -154,6 +167,11 @@ def wanted(strategy: str | None = None) -> Exchange | None:
     if launcher == "elastic":
         raise unsupported()
     text = strategy or os.environ.get(VARIABLE)
+    if profiled.observer() or rule(strategy):
+        if not chooses:
+            problem = "strategy auto and hvdtrain plan do not work with TensorFlow's optimizers and tapes"
+            raise Failure(f"{problem}; hint: name a strategy, or use hvdtrain.train", exits.BAD_CONFIG)
+        text = DEFAULT_REDUCER
     missing = next((front.missing for front in _known if front.missing), "")
     if not text and (launcher == "torchrun" or (missing and launcher == "alone")):
         text = DEFAULT_REDUCER
@@ -197,7 +215,7 @@ def init(front: Front, comm: Any = None, process_sets: Any = None, strategy: str
         return
     if _group is None:
         guard(debug=False)
-    exchange = wanted(strategy)
+    exchange = wanted(strategy, chooses=True)
     if exchange is None and _job is None:
         front.module.init(comm, process_sets)
         if front.framework == "torch":  # in TensorFlow it would compute, which fixes the GPUs and threads
@@ -219,7 +237,7 @@ def exchange(strategy: str | None = None) -> Exchange | None:
     Switches from Horovod to the TCP backend if needed. Collective. Raises ValueError before `init`, and Failure if
     scripts cannot use the strategy.
     """
-    exchange = wanted(strategy)
+    exchange = wanted(strategy, chooses=True)
     if not any(front.module.is_initialized() for front in _fronts.values()):
         raise ValueError(NOT_INITIALISED)
     if exchange is None and _job is not None:
@@ -240,7 +258,7 @@ def _form_group(front: Front) -> None:
 
 
 def recorder(
-    exchange: Exchange | None, world: Communicator | None, *, parameters: int, device: str, threads: int
+    exchange: Exchange | None, world: Communicator | None, *, shapes: Sequence[Shape], device: str, threads: int
 ) -> record.Steps | None:
     """Records the steps of an optimizer; None if the script is not recorded. The first call opens the run folder.
     Collective.
@@ -255,7 +273,7 @@ def recorder(
         ranks = connect(next(iter(_fronts)), group=_group or RankGroup.watched(Communicator()))
         gather, default = ranks.gather_bytes, TrainConfig.strategy
     exchange = exchange or parse(default)
-    return record.begin(ranks, exchange, parameters=parameters, device=device, threads=threads, gather=gather)
+    return record.begin(ranks, exchange, shapes=shapes, device=device, threads=threads, gather=gather)
 
 
 def is_connected() -> bool:

@@ -12,6 +12,7 @@ import atexit
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hvdtrain.config.options import TrainConfig
 from hvdtrain.horovod_api import exit_status, script
 from hvdtrain.horovod_api.recorder import Gather, Recorder
 from hvdtrain.strategies import Exchange
+from hvdtrain.strategies.cost import Shape, elements
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import manifest as run_manifest
@@ -31,15 +33,17 @@ VARIABLES = ("RECORD", "RUN_DIR", "RESUME", "MONITOR", "MONITOR_MS", "MONITOR_ID
 _recorder: Recorder | None = None
 begun = False
 """Whether `begin` was called in this process"""
+samples: int | None = None
+"""The last logged number of samples in a step of this rank"""
 
 
 def begin(
-    world: Communicator, exchange: Exchange, *, parameters: int, device: str, threads: int, gather: Gather
+    world: Communicator, exchange: Exchange, *, shapes: Sequence[Shape], device: str, threads: int, gather: Gather
 ) -> Steps | None:
     """Opens the run folder, measures the links and writes the manifest, once in a process. Collective.
 
     Args:
-        parameters: Number of parameters that the optimizer trains.
+        shapes: Shapes of the parameters that the optimizer trains.
         device: This rank's device.
         threads: Number of threads that this rank computes with.
         gather: Collects the bytes of every rank when the script ends; `world` may still be exchanging then.
@@ -89,7 +93,8 @@ def begin(
         exchange=exchange.facts(buckets=False),
         plan={"ranks": world.size},
         data={},
-        model={"parameters": parameters},
+        model={"parameters": elements(shapes)},
+        shapes=[list(shape) for shape in shapes],
         metric={},
         **run_manifest.surroundings(device, threads, world),
     )
@@ -115,9 +120,23 @@ def log(**values: Any) -> None:
     `loss` is the mean training loss, `samples` this rank's number of samples. Other names are scores, by default of the
     validation; the prefixes train_, val_, validation_ and test_ name the split. Raises ValueError for invalid values.
     """
+    global samples
     numbers = {name: script.number(name, value) for name, value in values.items()}
+    if "samples" in numbers:
+        samples = int(numbers["samples"])
     if _recorder is not None:
         _recorder.log(numbers)
+
+
+def choosing(pending: bool, exchange: Exchange | None = None, reason: str = "") -> None:
+    """Tells the records whether `auto` has yet to choose. Until then steps count as warm-up.
+
+    `exchange` and `reason`: what `auto` has chosen, and why.
+    """
+    if _recorder is not None:
+        _recorder.choosing = pending
+        if exchange is not None:
+            _recorder.chose(exchange, reason)
 
 
 def finish() -> None:

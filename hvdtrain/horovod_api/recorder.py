@@ -22,10 +22,11 @@ from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.horovod_api import script
 from hvdtrain.observe.timing import WARMUP_STEPS, Spent, process_age_s, step_shares
+from hvdtrain.plan import advice
 from hvdtrain.records.metrics import Score
+from hvdtrain.strategies import Exchange
 from hvdtrain.system import locks
 from hvdtrain.training import observers
-from hvdtrain.training.summary import advised
 
 FAILURE_TIMEOUT_S = 2.0
 """How long a failed rank waits for the others, which may still be training"""
@@ -76,6 +77,8 @@ class Recorder:
         self._began_unix_s, self._nic_began = time.time(), world.nic_counters()
         self._epoch_began = self._stepped = time.perf_counter()
         self.ended = False
+        self.choosing = False
+        """Whether the strategy has yet to be chosen, so that steps are not representative"""
         self._failure: str | None = "its records end early"
         self._own_facts = b""
         self._facts: list[Any] = []
@@ -118,7 +121,7 @@ class Recorder:
                 communication_s=None if exchange_s is None else waited_s,
                 bytes_sent=sent_bytes,
                 local_bytes_sent=local_sent_bytes,
-                warmup=self._steps < WARMUP_STEPS,
+                warmup=self.choosing or self._steps < WARMUP_STEPS,
             )
             self._first_step_s = self._first_step_s or process_age_s()
             self._steps += 1
@@ -218,8 +221,17 @@ class Recorder:
             return
         self._scores |= new
         declared = {name: dataclasses.asdict(score) for name, score in self._scores.items()}
-        metric = {"primary": next(iter(declared)), "scores": declared}
-        self._manifest = msgspec.structs.replace(self._manifest, metric=metric)
+        self._amend(metric={"primary": next(iter(declared)), "scores": declared})
+
+    def chose(self, exchange: Exchange, reason: str) -> None:
+        """Adds the strategy that `auto` has chosen to the manifest. The time that this took is not part of a step."""
+        self._stepped = time.perf_counter()
+        self._config = dataclasses.replace(self._config, strategy=str(exchange))
+        config = {**self._manifest.config, "strategy": str(exchange)}
+        self._amend(config=config, exchange={**exchange.facts(buckets=False), "chosen": reason})
+
+    def _amend(self, **fields: Any) -> None:
+        self._manifest = msgspec.structs.replace(self._manifest, **fields)
         if self._world.rank == 0:
             records.write_document(self._folder / "manifest.json", records.as_json(self._manifest))
 
@@ -249,7 +261,7 @@ class Recorder:
             exchange = summary.step_shares.get("exchange")
             waited = "" if exchange is None else f", {exchange:.0%} of a step waiting for the exchange"
             self._print(f"run folder {summary.run_dir}: {summary.steps} steps{waited}")
-            if tip := advised(self._config, summary, self._world.links):
+            if tip := advice.after_run(self._config, self._folder):
                 self._print(tip.replace("--strategy ", "HVDTRAIN_STRATEGY=", 1))
         self._writer.close()
         locks.release()

@@ -132,7 +132,7 @@ class Pipe:
         )
         return self._sent_bytes[0] - network, self._sent_bytes[1] - local
 
-    def train(self, model: StageModel, batch: Batch, stop: bool) -> np.ndarray:
+    def train(self, model: StageModel, batch: Batch, stop: float) -> np.ndarray:
         """Run a step's micro-batches forward and backward; the gradients stay in `model`.
 
         Returns the step's totals, float32 of shape (metric.size + 1,): the losses, the metric's sums, the samples, and

@@ -4,9 +4,9 @@
 - `coding` measures what reducers cost the processor.
 - `network` describes links between hosts, in TCP payload; `probe` measures those of real hosts over ssh.
 - `simulation` simulates computation, coding and links of all hosts; `stages` does so for a pipeline.
-- `prediction` turns a profile, hosts and a strategy into a prediction.
+- `prediction` turns a profile, hosts and a strategy into a prediction, whose `interval` follows from recorded errors.
 - `learning` holds recorded effects of each strategy on accuracy and on the number of steps.
 - `choice` implements `--strategy auto`.
-- `recorded` uses a recorded run as the profile.
+- `recorded` uses a recorded run as the profile, and `advice` says after a run what would have been faster.
 - `report` makes tables, advice and the figure of the command `hvdtrain plan`, which is in `command`.
 """

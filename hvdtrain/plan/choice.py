@@ -1,4 +1,7 @@
-"""`--strategy auto`: all ranks measure the model and the links, and rank 0 chooses a strategy by prediction."""
+"""`--strategy auto`: all ranks measure the model and the links, and rank 0 chooses a strategy by prediction.
+
+The first choice is made before step 0. `training.adaptive` lets it be made again when steps take another time.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,8 @@ from hvdtrain.system.exits import Failure
 
 WORTH = 1.03
 """Plain all-reduce stays unless it takes this many times as long as the best strategy"""
+GAIN = 1.1
+"""A strategy that runs stays unless it takes this many times as long as the chosen one"""
 FAST_LINK = Link.of_rate(10e9)
 """Assumed for links that could not be measured"""
 
@@ -45,10 +50,17 @@ def candidates(rule: Rule, config: TrainConfig) -> list[Exchange]:
     return allowed
 
 
-def choose(profile: Profile, ranks: Communicator, exchanges: Sequence[Exchange], global_batch: int) -> Chosen:
+def choose(
+    profile: Profile,
+    ranks: Communicator,
+    exchanges: Sequence[Exchange],
+    global_batch: int,
+    current: str | None = None,
+) -> Chosen:
     """Return the strategy and the reason, equal on all ranks. Collective.
 
-    `profile`: of this rank, measured while all ranks compute. `exchanges`: what to choose from.
+    `profile`: of this rank, measured while all ranks compute. `exchanges`: what to choose from. `current`: the strategy
+    that runs, if one does.
     """
     point = profile.points[0]
     facts = ranks.gather(
@@ -64,7 +76,7 @@ def choose(profile: Profile, ranks: Communicator, exchanges: Sequence[Exchange],
             "coding_s": profile.coding_s,
         }
     )
-    chosen = _chosen(profile, facts, ranks.links, exchanges, global_batch) if ranks.rank == 0 else None
+    chosen = _chosen(profile, facts, ranks.links, exchanges, global_batch, current) if ranks.rank == 0 else None
     return Chosen(*ranks.gather(chosen)[0])
 
 
@@ -74,6 +86,7 @@ def _chosen(
     links: Sequence[Mapping[str, Any]],
     exchanges: Sequence[Exchange],
     global_batch: int,
+    current: str | None,
 ) -> Chosen:
     by_host: dict[str, list[Mapping[str, Any]]] = {}
     for each in facts:
@@ -101,11 +114,28 @@ def _chosen(
     profile = with_coding(profile, {name: max(each[name] for each in coding) for name in known})
     usable = [each for each in exchanges if set(reducers([each])) <= known]
     predictions = [predicted(profile, each, hosts, nodes, global_batch) for each in usable]
-    return decide(predictions) if predictions else Chosen(EXACT_REDUCER, "coding could not be measured in time")
+    if not predictions:
+        return Chosen(current or EXACT_REDUCER, "coding could not be measured in time")
+    return decide(predictions, current)
 
 
-def decide(predictions: Sequence[Prediction]) -> Chosen:
-    """Return the best of the predictions, but plain all-reduce if nothing is clearly better."""
+def decide(predictions: Sequence[Prediction], current: str | None = None) -> Chosen:
+    """Return the best of the predictions, but plain all-reduce if nothing is clearly better.
+
+    If a strategy runs now (`current`), it stays unless the best one gains so much that it pays to change.
+    """
+    chosen = _best(predictions)
+    if current in (None, chosen.strategy):
+        return chosen
+    by_name = {each.strategy: each for each in predictions}
+    now, new = by_name.get(current or ""), by_name[chosen.strategy]
+    if now and now.ranking_s >= GAIN * new.ranking_s:
+        return Chosen(chosen.strategy, f"{chosen.reason}; {now.strategy} {now.step_s:.3g} s")
+    running = f"{now.step_s:.3g} s per step predicted; " if now else ""
+    return Chosen(current or "", f"{running}{new.strategy}, {new.step_s:.3g} s, does not gain enough")
+
+
+def _best(predictions: Sequence[Prediction]) -> Chosen:
     plain = next((each for each in predictions if each.strategy == EXACT_REDUCER), None)
     top = best(predictions)
     if plain and plain.ranking_s <= WORTH * top.ranking_s:

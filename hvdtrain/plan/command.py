@@ -2,60 +2,55 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
+import errno
 import importlib.util
 import json
+import os
 import re
-import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.comm.launch_env import launch_env
-from hvdtrain.comm.lifecycle import StopSignal
-from hvdtrain.config import workloads
 from hvdtrain.config.options import TrainConfig
-from hvdtrain.launch.tuning import MMAP_THRESHOLD_BYTES
-from hvdtrain.plan import coding, learning, prediction, probe, profile, recorded, report
-from hvdtrain.plan.network import LATENCY_S, Link
+from hvdtrain.plan import coding, learning, observe, prediction, probe, profile, recorded, report
+from hvdtrain.plan.network import LATENCY_S, Link, Uplink
+from hvdtrain.plan.observe import global_batch
 from hvdtrain.plan.prediction import Host
 from hvdtrain.plan.profile import Profile
 from hvdtrain.plan.report import Plan
 from hvdtrain.results.figures import style
-from hvdtrain.strategies.cost import Shape
 from hvdtrain.strategies.spec import Exchange, parse
-from hvdtrain.sweep.dry_run import command_flags
 from hvdtrain.system import exits, files
-from hvdtrain.system.arguments import Parser, near
+from hvdtrain.system.arguments import Parser
 from hvdtrain.system.exits import Failure
-from hvdtrain.system.rates import parse_rate, show_rate
-from hvdtrain.training import profiled
-from hvdtrain.training.job import Job
-from hvdtrain.training.workload import Workload
+from hvdtrain.system.rates import goodput_both_ways, parse_rate, show_rate
 
 PURPOSE = """Predict the time of a training step for other hosts, links and strategies, before you use them.
 
 The model is profiled on this machine in at most 30 s; the profile is kept in ~/.cache/hvdtrain. Other options are those
-of the workload. With --from, a recorded run takes the place of the profile.
+of the workload. A script of your own that uses hvdtrain.torch or hvdtrain.train is started as one process, without a
+launcher, and ended when some of its steps have been timed. With --from, a recorded run takes the place of the profile.
 
 examples:
   hvdtrain plan resnet --hosts 1..16 --rates 10mbit,100mbit,1gbit --width 0.25
+  hvdtrain plan train.py --lr 0.1 --hosts 2,4 --rates 1gbit
   hvdtrain plan resnet -H a:1,b:1,c:1 --global-batch-size 128
   hvdtrain plan --from results/RUN --hosts 2,8 --rates 10mbit
 """
 MOST_HOSTS = 10_000
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-KEPT = ("run_dir", "resume", "strategy", "json", "dry_run", "debug", "monitor", "profile", "target")
-"""Options of a recorded run that a plan does not need"""
 
 
 class PlanParser(Parser):
-    """Leaves options that it does not know to the workload, in `flags`."""
+    """Leaves options that it does not know, and all after `--`, to the workload or script, in `flags`."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        options, flags = self.parse_known_args(args, namespace)
+        words = list(args)
+        end = words.index("--") if "--" in words else len(words)
+        options, flags = self.parse_known_args(words[:end], namespace)
+        flags += words[end + 1 :]
         if flags and not options.workload:
             self.error(f"unrecognized arguments: {' '.join(flags)}")
         options.flags = flags
@@ -64,7 +59,7 @@ class PlanParser(Parser):
 
 def parser() -> Parser:
     top = PlanParser(prog="hvdtrain plan", description=PURPOSE, allow_abbrev=False)
-    top.add_argument("workload", nargs="?", help="a workload: see `hvdtrain train`")
+    top.add_argument("workload", nargs="?", help="a workload: see `hvdtrain train`, or a script")
     top.add_argument("--from", dest="run", type=Path, metavar="RUN", help="plan from the run in this folder")
     top.add_argument(
         "--hosts", default=None, metavar="LIST", help="numbers of hosts: 1..16 or 1,2,4 (default: 1,2,4,8)"
@@ -76,10 +71,15 @@ def parser() -> Parser:
     top.add_argument(
         "--slow", default=None, metavar="RATE[/RATE]", help="rate of the last host's link, or its rates up and down"
     )
+    top.add_argument("--switch", type=int, metavar="N", help="hosts of each switch, if there are several switches")
+    top.add_argument("--uplink", metavar="RATE", help="rate of the link from each switch to the others")
     top.add_argument(
         "--latency", type=float, default=1e3 * LATENCY_S, metavar="MS", help="of a message (default: %(default)g ms)"
     )
     top.add_argument("--ranks-per-host", type=int, default=1, metavar="N", help="(default: 1)")
+    top.add_argument(
+        "--global-batch-size", type=int, metavar="N", help="samples of a step over all ranks (default: it grows)"
+    )
     top.add_argument("--cores", type=float, metavar="N", help="cores of each host (default: this machine's)")
     top.add_argument("--strategy", action="append", metavar="S", help="predict this one; give it again for more")
     top.add_argument("--figure", type=Path, metavar="FILE", help="draw time against hosts: .svg, .png or .pdf")
@@ -92,17 +92,25 @@ def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(list(arguments))
     if bool(options.workload) == bool(options.run):
         raise Failure(
-            "plan from one thing; hint: name a workload, or give --from RUN (see --help)",
+            "plan from one thing; hint: name a workload or a script, or give --from RUN (see --help)",
             exits.USAGE,
         )
     if launch_env().size > 1:
         raise Failure("hvdtrain plan is one process; hint: start it without a launcher", exits.USAGE)
     if options.figure and options.figure.suffix[1:] not in style.UNDATED:
         raise Failure(f"--figure {options.figure}: not .svg, .png or .pdf; hint: give FILE.svg", exits.USAGE)
+    if options.figure:
+        _check_writable(options.figure)
     if not options.latency >= 0:
         raise Failure(f"--latency {options.latency:g}: hint: give milliseconds, 0 or more", exits.USAGE)
     if not 1 <= options.ranks_per_host <= 1024 or (options.cores is not None and not options.cores > 0):
         raise Failure("--ranks-per-host and --cores: hint: give a number above 0", exits.USAGE)
+    if bool(options.switch) != bool(options.uplink) or (options.switch or 1) < 1:
+        raise Failure("--switch and --uplink belong together; hint: --switch 24 --uplink 10gbit", exits.USAGE)
+    if options.global_batch_size is not None and options.global_batch_size < 1:
+        raise Failure("--global-batch-size: hint: give a number above 0", exits.USAGE)
+    if options.global_batch_size is not None and options.run:
+        raise Failure("--global-batch-size cannot be combined with --from; hint: leave it out", exits.USAGE)
     if options.cluster and (options.run or options.hosts or options.rates):
         raise Failure("-H cannot be combined with --from, --hosts or --rates; hint: leave them out", exits.USAGE)
     counts = counts_of(options.hosts) if options.hosts else None
@@ -112,6 +120,17 @@ def main(arguments: Sequence[str]) -> int:
         files.put(options.figure, style.encode(report.figure(plan), options.figure.suffix[1:]), "choose another path")
     print(json.dumps(report.as_json(plan)) if options.json else report.text(plan))
     return exits.OK
+
+
+def _check_writable(path: Path) -> None:
+    """Raise Failure (73) for a file that cannot be written, before the profile takes its time."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise files.unwritable(path, error, "give a file in a folder that is writable") from error
 
 
 def counts_of(text: str) -> list[int]:
@@ -131,78 +150,6 @@ def rates_of(text: str) -> list[int]:
     return list(dict.fromkeys(parse_rate(word) for word in text.split(",")))
 
 
-# --- profiles ---------------------------------------------------------------------------------------------------------
-
-
-class _Profiler(profiled.Observer):
-    """Profiles a workload's model for some batches and reducers, and ends the workload."""
-
-    def __init__(self, options: Any, counts: Sequence[int], names: Sequence[str]) -> None:
-        self._options, self._counts, self._names = options, counts, names
-        self.profile: Profile | None = None
-        self.config: TrainConfig | None = None
-
-    def described(self, workload: Workload) -> None:
-        self.config = workload.config
-
-    def modelled(self, job: Job, model: profiled.Maker) -> None:
-        ranks = self._options.ranks_per_host
-        config, key = job.run.config, profiled.key(job)
-        batches = [global_batch(config, count * ranks) // (count * ranks) for count in {1, *self._counts}]
-        sizes = profile.sizes_of(batches, len(job.dataset.train))
-        kept = None if self._options.fresh else profile.cached(key)
-        if kept is None or kept.points[0].batch > min(sizes) or kept.points[-1].batch < max(sizes):
-            print(f"profiling {job.workload.model.title} with {sizes} samples per step", file=sys.stderr, flush=True)
-            keep_heap()
-            kept = profiled.measured(job, model, sizes, self._names, profile.STEPS_S, profile.CODING_S)
-            profile.keep(kept, key)
-        elif missing := [name for name in self._names if name not in kept.coding_s]:
-            kept = profile.with_coding(kept, coding.measure(missing, kept.shapes, profile.CODING_S, job.threads))
-            profile.keep(kept, key)
-        self.profile = kept
-        raise profiled.Done
-
-
-def keep_heap() -> None:
-    """Keep freed memory in the heap, as launch/*.sh make glibc do for ranks, which makes steps faster."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        for parameter, value in ((M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES), (M_TRIM_THRESHOLD, 2**31 - 1)):
-            libc.mallopt(parameter, value)
-
-
-class _Describer(profiled.Observer):
-    """Notes the model of a workload, and ends it before a framework is loaded."""
-
-    shapes: list[Shape]
-    model: str
-
-    def described(self, workload: Workload) -> None:
-        self.model, self.shapes = workload.model.title, list(workload.model.vector_shapes(workload.config.framework))
-        raise profiled.Done
-
-
-def observe(name: str, flags: Sequence[str], observer: profiled.Observer) -> None:
-    """Run a workload until the observer has seen enough. Raises Failure (2, 65, 78) as the workload does."""
-    if name not in workloads.known():
-        known = ", ".join(workloads.known())
-        raise Failure(f"unknown workload {name!r}{near(name, workloads.known())} (known: {known})", exits.USAGE)
-    module, before = workloads.module(name), sys.argv
-    sys.argv = [str(module.__file__), *flags]
-    stop = StopSignal()
-    try:
-        with profiled.observing(observer), contextlib.redirect_stdout(sys.stderr):
-            module.main(stop)
-            raise Failure(f"{name} made no model; hint: leave out --dry-run and --strategy help", exits.USAGE)
-    finally:
-        stop.restore()
-        sys.argv = before
-
-
-def global_batch(config: TrainConfig, ranks: int) -> int:
-    return config.global_batch_size or (config.batch_size or 32) * ranks
-
-
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
@@ -217,6 +164,8 @@ def exchanges_of(options: Any, config: TrainConfig, made: Profile) -> tuple[list
     for exchange in _wanted(options):
         try:
             exchange.check(config)
+            if made.drop_in and exchange.capabilities.backend not in ("tcp", "horovod"):
+                raise Failure(f"--strategy {exchange}: works with hvdtrain.train and workloads only")
             if exchange.capabilities.backend == "horovod" and importlib.util.find_spec("horovod") is None:
                 raise Failure(f"--strategy {exchange}: Horovod is not installed; hint: hvdtrain build-horovod")
             if reason := prediction.unpredictable(made, exchange):
@@ -241,8 +190,11 @@ def links_of(options: Any, rate: int, count: int) -> list[Link]:
 
 def _hosts(options: Any, rate: int, count: int) -> list[Host]:
     links = links_of(options, rate, count)
+    uplink = None
+    if options.switch:
+        uplink = Uplink(hosts=options.switch, rate=goodput_both_ways(parse_rate(options.uplink)) / 8)
     return [
-        Host(name=str(number), link=link, ranks=options.ranks_per_host, cores=options.cores)
+        Host(name=str(number), link=link, ranks=options.ranks_per_host, cores=options.cores, uplink=uplink)
         for number, link in enumerate(links, start=1)
     ]
 
@@ -277,20 +229,22 @@ def _from_workload(options: Any, counts: Sequence[int] | None, rates: Sequence[i
     cluster = probe.hosts_of(options.cluster) if options.cluster else []
     if cluster:
         counts, options.ranks_per_host = list(range(1, len(cluster) + 1)), max(host.ranks for host in cluster)
-    profiler = _Profiler(options, counts, prediction.reducers(_wanted(options)))
-    observe(options.workload, options.flags, profiler)
+    profiler = observe.Profiler(options, counts, prediction.reducers(_wanted(options)))
+    if observe.is_script(options.workload):
+        observe.script(Path(options.workload), options.flags, profiler)
+    else:
+        size = [f"--global-batch-size={options.global_batch_size}"] if options.global_batch_size else []
+        observe.workload(options.workload, [*options.flags, *size], profiler)
     assert profiler.profile is not None and profiler.config is not None
     able, refused = exchanges_of(options, profiler.config, profiler.profile)
+    more: dict[str, Any] = {"refused": refused, "notes": profiler.notes}
     if cluster:
-        return _cluster(profiler.profile, profiler.config, cluster, able, refused=refused)
-    return _plan(profiler.profile, profiler.config, options, counts, rates, able, refused=refused)
+        return _cluster(profiler.profile, profiler.config, cluster, able, **more)
+    return _plan(profiler.profile, profiler.config, options, counts, rates, able, **more)
 
 
 def _from_run(options: Any, counts: Sequence[int] | None, rates: Sequence[int] | None) -> Plan:
     run = recorded.read(options.run)
-    describer = _Describer()
-    settings = {name: value for name, value in run.flags.items() if name not in KEPT and value not in (None, False)}
-    observe(run.manifest.workload, command_flags(settings, run.flags), describer)
     config = TrainConfig(
         framework=run.flags.get("framework", "auto"),
         precision=run.flags.get("precision", "fp32"),
@@ -300,16 +254,14 @@ def _from_run(options: Any, counts: Sequence[int] | None, rates: Sequence[int] |
     names = prediction.reducers([*_wanted(options), run.exchange])
     known = run.profile.coding_s if run.profile else {}
     missing = [name for name in names if name not in known]
-    coding_s = coding.measure(missing, describer.shapes, profile.CODING_S)
-    setup = {"device": run.manifest.ranks[0].get("device")}
-    shapes = [list(shape) for shape in describer.shapes]
-    made = recorded.as_profile(run, shapes, describer.model, setup, coding_s)
+    coding_s = coding.measure(missing, run.manifest.shapes, profile.CODING_S)
+    made = recorded.as_profile(run, _wanted(options), coding_s)
     able, refused = exchanges_of(options, config, made)
     hosts = run.hosts()
     own = prediction.predict(made, run.exchange, hosts, run.global_batch)
     notes = [
-        f"recorded: {run.exchange} on {len(hosts)} hosts, {run.step_s:.3g} s per step; {own.bottleneck} decides"
-        + (f"; the model does not explain {made.unexplained_s:+.3g} s of it" if made.unexplained_s else "")
+        f"recorded: {run.exchange} on {len(hosts)} hosts, {run.step_s:.3g} s per step; {own.bottleneck} decides",
+        *(f"that is {factor:.2f} times the simulated time, as all predictions are" for factor in made.factors.values()),
     ]
     if missing and made.machine.get("processor") != profile.machine()["processor"]:
         notes.append("the cost of coding was measured on this machine, which has another processor than the run's")
@@ -326,7 +278,12 @@ def _from_run(options: Any, counts: Sequence[int] | None, rates: Sequence[int] |
 
 
 def _cluster(
-    made: Profile, config: TrainConfig, hosts: Sequence[Host], exchanges: Sequence[Exchange], **more: Any
+    made: Profile,
+    config: TrainConfig,
+    hosts: Sequence[Host],
+    exchanges: Sequence[Exchange],
+    notes: Sequence[str],
+    **more: Any,
 ) -> Plan:
     """Plan for the first hosts of a cluster whose links were measured, and for all of them."""
 
@@ -337,7 +294,7 @@ def _cluster(
     one = dataclasses.replace(predictions(hosts[:1])[0], steps_factor=(1.0, 1.0))
     counts = {count: predictions(hosts[:count]) for count in range(2, len(hosts) + 1)}
     rates = ", ".join(f"{host.name} {8e-6 * host.link.up:.3g} up, {8e-6 * host.link.down:.3g} down" for host in hosts)
-    return Plan(profile=made, one=one, networks={"measured links": counts}, notes=[f"Mbit/s: {rates}"], **more)
+    return Plan(profile=made, one=one, networks={"measured links": counts}, notes=[f"Mbit/s: {rates}", *notes], **more)
 
 
 def _own_hosts(

@@ -42,6 +42,16 @@ CANDIDATES = tuple(name for name in RECORDED if name not in ("allreduce", "nativ
 """The strategies from which `--strategy auto` chooses"""
 
 
+def epochs_factor(batch: int, base: int, noise_scale: tuple[float, float | None]) -> tuple[float, float]:
+    """Return least and most epochs to a target accuracy with this batch per step, relative to the base batch.
+
+    `noise_scale`: see `Profile.noise_scale`. Epochs grow with 1 + batch / noise scale (McCandlish et al., 2018,
+    arXiv:1812.06162), if the learning rate suits each batch.
+    """
+    least, most = sorted(1.0 if scale is None else (1 + batch / scale) / (1 + base / scale) for scale in noise_scale)
+    return least, most
+
+
 def of(exchange: Exchange) -> Learning | None:
     """Return the record of a strategy; None if there is none."""
     return RECORDED.get(str(exchange))

@@ -9,11 +9,12 @@ from typing import Any
 
 from hvdtrain.models.layers import Layer
 from hvdtrain.pipeline import partition
-from hvdtrain.plan import learning
+from hvdtrain.plan import interval, learning
 from hvdtrain.plan import stages as stage_simulation
-from hvdtrain.plan.network import Link
+from hvdtrain.plan.coding import work
+from hvdtrain.plan.network import Link, Uplink
 from hvdtrain.plan.profile import FORWARD, Profile
-from hvdtrain.plan.simulation import Message, Node, Traffic, simulate, transfer_s
+from hvdtrain.plan.simulation import Message, Node, Traffic, link_s, simulate, transfer_s, uplink_s
 from hvdtrain.plan.stages import Stage
 from hvdtrain.strategies.algorithms.overlapped import buckets
 from hvdtrain.strategies.cost import Cost, Layout, Phase, elements
@@ -34,6 +35,8 @@ class Host:
     ranks: int = 1
     cores: float | None = None
     """None: the cores of the profiled host"""
+    uplink: Uplink | None = None
+    """Of the host's switch; None: one switch connects all hosts"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +60,11 @@ class Prediction:
     """For people"""
     steps_factor: tuple[float, float] | None = None
     """Steps to a target accuracy relative to exact sums; None if it was not recorded"""
+    noise_scale: tuple[float, float | None] | None = None
+    """See `Profile`"""
     loss_points: float | None = None
+    interval_s: tuple[float, float] | None = None
+    """90 % interval of `step_s`; None if the model's error is not known for this kind of strategy"""
 
     @property
     def samples_per_s(self) -> float:
@@ -68,11 +75,28 @@ class Prediction:
         return self.samples_per_s / one.samples_per_s
 
     def speedup_to_target(self, one: Prediction) -> tuple[float, float] | None:
-        """Return least and most speed-up to the same accuracy; None without a record for this batch per step."""
-        if self.steps_factor is None or self.global_batch != one.global_batch:
+        """Return the 90 % interval of the speed-up to the same accuracy, from the number of steps and their times.
+
+        Only the number of steps counts if the intervals of times are not known. None without a record of the strategy,
+        or of a larger batch.
+        """
+        epochs = self.epochs_factor(one)
+        if self.steps_factor is None or epochs is None:
             return None
-        least, most = self.steps_factor
-        return self.speedup(one) / most, self.speedup(one) / least
+        (least, most), (fewest, epochs_most) = self.steps_factor, epochs
+        expected = (least + most) / 2
+        speedup = self.speedup(one) / expected
+        (low, high), (one_low, one_high) = (each.interval_s or (each.step_s, each.step_s) for each in (self, one))
+        slower = interval.combined(most / expected, high / self.step_s, one.step_s / one_low)
+        faster = interval.combined(expected / least, self.step_s / low, one_high / one.step_s)
+        return speedup / slower / epochs_most, speedup * faster / fewest
+
+    def epochs_factor(self, one: Prediction) -> tuple[float, float] | None:
+        """Return least and most epochs to the same accuracy that this batch needs, relative to one host's batch."""
+        if self.global_batch == one.global_batch:
+            return 1.0, 1.0
+        scale = self.noise_scale
+        return learning.epochs_factor(self.global_batch, one.global_batch, scale) if scale else None
 
     @property
     def ranking_s(self) -> float:
@@ -80,8 +104,8 @@ class Prediction:
         return self.step_s * (sum(self.steps_factor) / 2 if self.steps_factor else 1.0)
 
     def as_json(self, one: Prediction) -> dict[str, Any]:
-        values = dataclasses.asdict(self)
-        return values | {"samples_per_s": self.samples_per_s, "speedup": self.speedup(one)}
+        more = {"speedup": self.speedup(one), "speedup_to_target": self.speedup_to_target(one)}
+        return dataclasses.asdict(self) | {"samples_per_s": self.samples_per_s} | more
 
 
 def nodes_of(profile: Profile, hosts: Sequence[Host], rank_batch: float) -> list[Node]:
@@ -96,6 +120,7 @@ def nodes_of(profile: Profile, hosts: Sequence[Host], rank_batch: float) -> list
             Node(
                 name=host.name,
                 link=host.link,
+                uplink=host.uplink,
                 backward_s=profile.backward_s(rank_batch) * slower,
                 update_s=profile.update_s * slower + local_s,
                 averaging_s=profile.averaging_s * host.ranks,
@@ -125,7 +150,7 @@ def predicted(
 ) -> Prediction:
     """Predict a training step of these nodes, which belong to the hosts."""
     ranks = sum(host.ranks for host in hosts)
-    cost = exchange.cost(profile.shapes, Layout(ranks=ranks, hosts=len(hosts)))
+    cost = exchange.cost(profile.shapes, Layout(ranks=ranks, hosts=len(hosts)), buckets=not profile.drop_in)
     traffic = traffic_of(profile, exchange, cost, hosts)
     timeline = simulate(nodes, traffic)
     uncoded = [dataclasses.replace(each, coding_s=0.0) for each in traffic.messages]
@@ -133,8 +158,8 @@ def predicted(
     without_s = simulate(idle, dataclasses.replace(traffic, messages=tuple(uncoded))).step_s
     computing_s = max(node.backward_s + node.update_s for node in nodes)
     coding_s = max(0.0, timeline.step_s - without_s)
-    unexplained_s = profile.unexplained_s if len(hosts) > 1 else 0.0
-    step_s = max(timeline.step_s + unexplained_s, computing_s / 2)
+    backend = exchange.capabilities.backend
+    step_s = timeline.step_s * (profile.factors.get(backend, 1.0) if len(hosts) > 1 else 1.0)
     recorded = learning.of(exchange)
     return Prediction(
         strategy=str(exchange),
@@ -148,7 +173,9 @@ def predicted(
         sent_bytes=cost.sent_bytes if len(hosts) > 1 else 0.0,
         bottleneck=_bottleneck(nodes, traffic, timeline.step_s, computing_s, coding_s),
         steps_factor=recorded.steps if recorded else None,
+        noise_scale=profile.noise_scale,
         loss_points=recorded.loss_points if recorded else None,
+        interval_s=interval.of(step_s, len(hosts), computing_s / step_s, profile, backend),
     )
 
 
@@ -162,7 +189,7 @@ def traffic_of(profile: Profile, exchange: Exchange, cost: Cost, hosts: Sequence
     reducer = str(exchange.reducer) if exchange.reducer else EXACT_REDUCER
     each = exchange.reducer or component(EXACT_REDUCER)
     pair = each.cls.cost(profile.shapes, 2, each.settings)
-    total_s = profile.coding_s[reducer] * _work(cost) / _work(pair)
+    total_s = profile.coding_s[reducer] * work(cost) / work(pair)
     whole = sum(map(_amount, cost.phases)) or 1.0
     local_s = max(_local_s(profile, host) for host in hosts) / len(cost.phases)
     messages = []
@@ -176,6 +203,7 @@ def traffic_of(profile: Profile, exchange: Exchange, cost: Cost, hosts: Sequence
                     sent=sent * share,
                     received=received * share,
                     hops=phase.hops,
+                    peers=phase.peers,
                     coding_s=(total_s * _amount(phase) / whole + local_s) * share,
                     central=phase.received_per_peer is not None,
                 )
@@ -191,11 +219,6 @@ def traffic_of(profile: Profile, exchange: Exchange, cost: Cost, hosts: Sequence
 
 def _amount(phase: Phase) -> float:
     return phase.numbers or phase.bytes_per_peer * phase.peers / 4e3  # copying is much faster than coding
-
-
-def _work(cost: Cost) -> float:
-    """Return the numbers that a host codes in an exchange, or its bytes if it codes none."""
-    return sum(phase.numbers for phase in cost.phases) or sum(each.bytes_per_peer * each.peers for each in cost.phases)
 
 
 def _divided(profile: Profile, phase: Phase) -> list[tuple[float, float]]:
@@ -228,6 +251,8 @@ def _bottleneck(nodes: Sequence[Node], traffic: Traffic, step_s: float, computin
     node = nodes[seconds.index(slowest_s)]
     if sum(message.hops for message in traffic.messages) * node.link.latency_s > slowest_s / 2:
         return "the latency of the network"
+    if any(uplink_s(node, each, True, len(nodes)) > link_s(node, each, True, len(nodes)) for each in traffic.messages):
+        return "the uplinks of the switches"
     return _of("the link", node.name, seconds)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import platform
 import resource
 import statistics
@@ -19,15 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from hvdtrain import records
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.data import Batch
 from hvdtrain.data.prepared import cache_folder, caching
 from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies import Exchanged, Strategy, Vectors
 from hvdtrain.strategies.algorithms.overlapped import buckets
 from hvdtrain.strategies.base import ReducerCost
-from hvdtrain.strategies.cost import Cost, Layout, Shape
+from hvdtrain.strategies.cost import Cost, Layout, Shape, elements
 from hvdtrain.system import cgroup, exits, files, proc
 from hvdtrain.system.exits import Failure
 
@@ -40,9 +43,17 @@ CODING_S = 15.0
 WARM_UP_STEPS = 3
 MOST_STEPS = 40
 AVERAGINGS = 5
+PILOT_S = 10.0
+PILOT_GROUPS, GROUP_BATCHES = 8, 3
+"""Groups of batches whose mean gradients are compared after the pilot"""
+T_QUANTILE = 2.36
+"""95 %, for the degrees of freedom of the groups"""
 NAP_S = 0.005
 FORWARD = 1 / 3
 """Share of forward in forward and backward, if it was not measured: backward multiplies twice as often"""
+FIXED_SAMPLES = 10.0
+"""A step costs as much as that many more samples, if only one batch size is known. Profiles of ResNet-34 and of the
+captioner on CPUs have 5 to 41; 10 predicts recorded runs with other batches best (docs/benchmarks/predictions.md)"""
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +85,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Shapes of the trainable arrays in a replica's vector"""
     layers: list[tuple[int, float]] = []
     """For each layer, the numbers of its output and its multiply-adds for one sample; empty: no pipeline stages"""
-    epoch_samples: int
+    epoch_samples: int | None
+    """None for a script, whose data are unknown"""
     threads: int
     points: list[Point]
     """In ascending order of the batch"""
@@ -86,9 +98,16 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Share of forward and backward after which each bucket of gradients is ready; empty if it was not measured"""
     coding_s: dict[str, float] = {}
     """Processor seconds of one all-reduce over two hosts, by reducer"""
+    noise_scale: tuple[float, float | None] | None = None
+    """Samples per step that need twice the epochs of a tiny batch: least and most of an interval, which may have no
+    upper end. None if it was not measured"""
     peak_rss_bytes: int = 0
-    unexplained_s: float = 0.0
-    """Part of a recorded step with several hosts that the simulation does not explain"""
+    from_run: bool = False
+    """Whether the computation was not profiled, but recorded during a run"""
+    factors: dict[str, float] = {}
+    """Recorded / simulated time of a step on several hosts, by backend"""
+    drop_in: bool = False
+    """Whether the optimizer of a drop-in module exchanges, which sends nothing during backward"""
 
     @property
     def cores(self) -> float:
@@ -97,7 +116,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     def line(self) -> tuple[float, float]:
         """Return f and c of step time = f + c x batch (seconds, seconds per sample), by least squares."""
         if len(self.points) == 1:
-            return 0.0, self.step_s(self.points[0].batch) / self.points[0].batch
+            slope = self.step_s(self.points[0].batch) / (self.points[0].batch + FIXED_SAMPLES)
+            return FIXED_SAMPLES * slope, slope
         batches = [each.batch for each in self.points]
         slope, intercept = statistics.linear_regression(
             batches, [each.backward_s + each.update_s for each in self.points]
@@ -119,7 +139,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         """Return the time of forward and backward, between and beyond the measured batches along straight lines."""
         points = self.points
         if len(points) == 1:
-            return points[0].backward_s * batch / points[0].batch
+            return points[0].backward_s * (batch + FIXED_SAMPLES) / (points[0].batch + FIXED_SAMPLES)
         number = next((i for i in range(1, len(points) - 1) if batch < points[i].batch), len(points) - 1)
         low, high = points[number - 1], points[number]
         slope = (high.backward_s - low.backward_s) / (high.batch - low.batch)
@@ -139,6 +159,14 @@ class Probe(Strategy):
     """Exchanges nothing, and records when gradients are ready."""
 
     ready_s: list[float]
+
+    @property
+    def shapes(self) -> Sequence[Shape]:
+        return self._shapes
+
+    @property
+    def ranks(self) -> Communicator:
+        return self._world
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, reducer_cost: ReducerCost) -> Cost:
@@ -197,17 +225,19 @@ def timed(
             shares = [(at - start) / (middle - start) for at in probe.ready_s]
             rows.append((middle - start, time.perf_counter() - middle, shares))
         rows = rows[min(WARM_UP_STEPS, len(rows) - 1) :]
-        whole = sorted(backward + update for backward, update, _ in rows)
-        quarter = len(whole) // 4
-        mean_s = statistics.mean(whole)
-        spread_s = (whole[-1 - quarter] - whole[quarter]) / 1.349 if len(whole) > 3 else 0.0
+        spread = variation([backward + update for backward, update, _ in rows])
         backward_s = statistics.mean(row[0] for row in rows)
         update_s = statistics.mean(row[1] for row in rows)
-        points.append(
-            Point(batch=size, backward_s=backward_s, update_s=update_s, variation=spread_s / mean_s, steps=len(rows))
-        )
+        points.append(Point(batch=size, backward_s=backward_s, update_s=update_s, variation=spread, steps=len(rows)))
         ready = [statistics.mean(each) for each in zip(*(row[2] for row in rows), strict=True)]
     return points, ready
+
+
+def variation(seconds: Sequence[float]) -> float:
+    """Return `Point.variation` of steps that took these times."""
+    ordered, quarter = sorted(seconds), len(seconds) // 4
+    spread_s = (ordered[-1 - quarter] - ordered[quarter]) / 1.349 if len(ordered) > 3 else 0.0
+    return spread_s / statistics.mean(ordered)
 
 
 def averaging_s(replica: Any, probe: Strategy, local: Strategy, batch: Batch) -> float:
@@ -222,6 +252,56 @@ def averaging_s(replica: Any, probe: Strategy, local: Strategy, batch: Batch) ->
             replica.synchronize()
             spent.append(time.process_time() - before)
     return max(0.0, statistics.median(seconds[local][1:]) - statistics.median(seconds[probe][1:]))
+
+
+def noise_scale(
+    replica: Any,
+    probe: Probe,
+    batches: Iterator[Batch],
+    batch_size: int,
+    learning_rate: Callable[[int], float],
+    budget_s: float,
+) -> tuple[float, float | None]:
+    """Train for half of the time, and return `Profile.noise_scale` of the weights that result.
+
+    The gradient noise scale is the trace of the covariance of one sample's gradient / the squared norm of the mean
+    gradient (McCandlish et al., 2018, arXiv:1812.06162). Products of the gradients of different batches estimate the
+    norm without bias, and the jackknife gives its 95 % interval.
+    """
+
+    def backward() -> None:
+        probe.ready_s = []
+        replica.backward(next(batches), 0.0, False)
+        replica.synchronize()
+
+    ending = time.perf_counter() + budget_s / 2
+    step = 0
+    while step < WARM_UP_STEPS or time.perf_counter() < ending:
+        backward()
+        probe.step(replica, learning_rate(step), Clock())
+        step += 1
+    size = elements(probe.shapes)
+    groups = np.zeros((PILOT_GROUPS, size), np.float32)
+    squares = list[float]()
+    for number in range(PILOT_GROUPS * GROUP_BATCHES):
+        backward()
+        gradient = replica.vector()[:size]
+        squares.append(float(gradient @ gradient))
+        groups[number // GROUP_BATCHES] += gradient / GROUP_BATCHES
+    products = groups @ groups.T
+    norm, *without = (_mean_product(products, gone) for gone in [[], *range(PILOT_GROUPS)])
+    spread = statistics.pvariance(without) * (PILOT_GROUPS - 1)
+    error = T_QUANTILE * math.sqrt(spread)
+    trace = batch_size * max(0.0, statistics.mean(squares) - norm)
+    least = trace / max(norm + error, 1e-30)
+    return max(1.0, least), max(1.0, trace / (norm - error)) if norm > error else None
+
+
+def _mean_product(products: np.ndarray, gone: Any) -> float:
+    """Return the mean product of different groups, without the rows and columns of those that are gone."""
+    left = np.delete(np.delete(products, gone, 0), gone, 1)
+    count = len(left)
+    return float((left.sum() - np.trace(left)) / (count * (count - 1)))
 
 
 class Waking:

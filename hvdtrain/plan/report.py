@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,9 @@ from hvdtrain.results.figures import style
 
 GAIN = 1.05
 """More hosts are worth advice if they make training this many times as fast"""
-COLUMNS = ("hosts", "s/step", "compute", "coding", "wait", "MB/host", "speed-up", "to accuracy", "strategy")
+WIDEST = 30
+"""Characters of a strategy that fit in a line"""
+COLUMNS = ("s/step", "90 %", "coding", "wait", "speed-up", "to accuracy")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,48 +42,77 @@ def text(plan: Plan) -> str:
     """Return the plan as tables and sentences."""
     one, profile = plan.one, plan.profile
     fixed_s, sample_s = profile.line()
+    epoch = f"; an epoch takes {_duration(profile.epoch_samples / one.samples_per_s)}" if profile.epoch_samples else ""
     lines = [
         f"{profile.model}, {profile.setup.get('device', 'cpu')}, {profile.threads} threads: "
         f"a step computes {1e3 * fixed_s:.3g} ms + {1e3 * sample_s:.3g} ms per sample",
-        f"one host: {one.step_s:.3g} s per step of {one.global_batch} samples, {one.samples_per_s:.4g} samples/s; an "
-        f"epoch takes {_duration(profile.epoch_samples / one.samples_per_s)}",
+        f"one host: {one.step_s:.3g} s per step of {one.global_batch} samples, {one.samples_per_s:.4g} samples/s"
+        + epoch,
     ]
     for network in plan.networks:
-        rows = [list(COLUMNS), *(_row(each, one) for each in plan.best(network).values())]
+        rows = [["hosts", *COLUMNS, "strategy"]]
+        for count, each in plan.best(network).items():
+            rows.append([str(count), *_numbers(each, one), each.strategy if count > 1 else ""])
         lines += ["", f"{network}: the best strategy", *_table(rows)]
     for network, counts in plan.networks.items():
         most = max(counts)
         if most > 1:
             order = sorted(counts[most], key=lambda each: each.ranking_s)
-            rows = [[*COLUMNS[:-1], "points", COLUMNS[-1]]]
-            rows += [[*(row := _row(each, one))[:-1], _points(each), row[-1]] for each in order]
-            lines += ["", f"{network}: all strategies on {most} hosts", *_table(rows)]
+            rows = [[*COLUMNS, "points", "strategy"]]
+            rows += [[*_numbers(each, one), _points(each), each.strategy] for each in order]
+            title = f"{network}: all strategies on {most} hosts, which compute {order[0].computing_s:.3g} s in a step"
+            lines += ["", title, *_table(rows)]
     lines += ["", *(advice(plan, network) for network in plan.networks)]
     lines += [f"not predicted: {reason}" for reason in plan.refused.values()]
     if any(each.global_batch != one.global_batch for network in plan.networks for each in plan.best(network).values()):
-        lines.append("the batch of a step grows with the hosts, which changes learning; --global-batch-size keeps it")
+        lines.append(_growing_batch(profile))
     if profile.peak_rss_bytes:
         lines.append(f"memory: up to {profile.peak_rss_bytes / 1e9:.2f} GB for each rank while profiling")
     return "\n".join([*lines, *plan.notes])
 
 
-def _row(each: Prediction, one: Prediction) -> list[str]:
-    times = (each.step_s, each.computing_s, each.coding_s, each.waiting_s)
+def _growing_batch(profile: Profile) -> str:
+    """Say what a batch that grows with the hosts means for learning."""
+    if profile.noise_scale is None:
+        return "the batch of a step grows with the hosts, which changes learning; --global-batch-size keeps it"
+    least, most = profile.noise_scale
+    scale = f"{_short(least)} samples or more" if most is None else f"{_short(least)} to {_short(most)} samples"
+    return (
+        "the batch of a step grows with the hosts, so training needs more epochs; a batch of "
+        f"{scale} (gradient noise scale early in training) needs twice those of a tiny batch"
+    )
+
+
+def _numbers(each: Prediction, one: Prediction) -> list[str]:
     target = each.speedup_to_target(one) if each.hosts > 1 else (1.0, 1.0)
     return [
-        str(each.hosts),
-        *(f"{seconds:.3g}" for seconds in times),
-        f"{each.sent_bytes / 1e6:.3g}",
+        f"{each.step_s:.3g}",
+        _range(each.interval_s),
+        _short(each.coding_s),
+        _short(each.waiting_s),
         f"{each.speedup(one):.2f}",
-        f"{target[0]:.2f} .. {target[1]:.2f}" if target else "-",
-        each.strategy if each.hosts > 1 else "",
+        _range(target),
     ]
 
 
+def _range(ends: tuple[float, float] | None) -> str:
+    return f"{_short(ends[0])}..{_short(ends[1])}" if ends else "-"
+
+
+def _short(number: float) -> str:
+    digits = "#.2g" if number > 1e-3 else "#.1g"
+    return f"{number:{digits}}".removesuffix(".") if number < 99.5 else f"{number:.0f}"
+
+
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align all columns but the last to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  " + "  ".join([*map(str.rjust, row[:-1], widths), row[-1]]).rstrip() for row in rows]
+    """Align all columns but the strategy to the right. A long one continues on a second line."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+    lines = []
+    for row in rows:
+        first, plus, reducer = row[-1].partition("+") if len(row[-1]) > WIDEST else (row[-1], "", "")
+        lines.append("  " + "  ".join([*map(str.rjust, row[:-1], widths), first]).rstrip())
+        lines += [" " * (sum(widths) + 2 * len(widths) + 2) + plus + reducer] if plus else []
+    return lines
 
 
 def _points(each: Prediction) -> str:
@@ -100,7 +132,10 @@ def _duration(seconds: float) -> str:
 def advice(plan: Plan, network: str) -> str:
     """Say how many hosts are worth it, and what limits them."""
     by_count = plan.best(network)
-    speeds = {count: each.global_batch / each.ranking_s for count, each in by_count.items()}
+    speeds = {
+        count: each.global_batch / each.ranking_s / statistics.mean(each.epochs_factor(plan.one) or (1.0,))
+        for count, each in by_count.items()
+    }
     highest = max(speeds.values())
     enough = min(count for count, speed in speeds.items() if speed * GAIN >= highest)
     chosen, last = by_count[enough], by_count[max(by_count)]
@@ -108,25 +143,35 @@ def advice(plan: Plan, network: str) -> str:
         if len(by_count) == 1:
             return f"{network}: one host"
         return (
-            f"{network}: do not add hosts: {last.hosts} are {last.speedup(plan.one):.2g} times as fast as one with "
-            f"{last.strategy}; the bottleneck is {last.bottleneck}"
+            f"{network}: do not add hosts: {last.hosts} are {_gain(last, plan.one)} with {last.strategy}; "
+            f"the bottleneck is {last.bottleneck}"
         )
     sentence = (
-        f"{network}: {enough} hosts with {chosen.strategy} are {chosen.speedup(plan.one):.2g} times as fast as one; "
+        f"{network}: {enough} hosts with {chosen.strategy} are {_gain(chosen, plan.one)}; "
         f"the bottleneck is {chosen.bottleneck}"
     )
     more = max(by_count) > enough
     return sentence + (f"; do not add hosts beyond {enough}, which gains less than 5 %" if more else "")
 
 
+def _gain(each: Prediction, one: Prediction) -> str:
+    """Say how much faster than one host, also to the same accuracy if more epochs are needed."""
+    words = f"{_short(each.speedup(one))} times as fast as one"
+    target = each.speedup_to_target(one)
+    if target is None or each.global_batch == one.global_batch:
+        return words
+    return f"{words} ({_short(target[0])} to {_short(target[1])} times to the same accuracy)"
+
+
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan as one document."""
+    samples = plan.profile.epoch_samples
     return {
         "schema": "hvdtrain/plan/1",
         "model": plan.profile.model,
         "machine": plan.profile.machine,
         "shapes": plan.profile.shapes,
-        "one_host": {**plan.one.as_json(plan.one), "epoch_s": plan.profile.epoch_samples / plan.one.samples_per_s},
+        "one_host": {**plan.one.as_json(plan.one), "epoch_s": samples and samples / plan.one.samples_per_s},
         "networks": [
             {
                 "network": network,
@@ -151,6 +196,10 @@ def figure(plan: Plan) -> Figure:
             points = plan.best(network)
             milliseconds = [1e3 / each.samples_per_s for each in points.values()]
             axis.plot(list(points), milliseconds, label=network, **style.line(index), **style.marker(index))
+            ends = [each.interval_s or (each.step_s, each.step_s) for each in points.values()]
+            sizes = [1e3 / each.global_batch for each in points.values()]
+            band = [[pair[end] * size for pair, size in zip(ends, sizes, strict=True)] for end in (0, 1)]
+            axis.fill_between(list(points), *band, color=style.line(index)["color"], alpha=0.15, linewidth=0)
         ideal = [1e3 / plan.one.samples_per_s / count for count in points]
         axis.plot(list(points), ideal, color=style.SOFT, linewidth=1, linestyle=style.LONG, label="ideal")
         axis.set(xlabel="hosts", ylabel="time per sample (ms), predicted", ylim=(0, None))

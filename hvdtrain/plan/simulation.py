@@ -20,7 +20,7 @@ from typing import Any
 
 import simpy
 
-from hvdtrain.plan.network import Link
+from hvdtrain.plan.network import Link, Uplink
 
 SAMPLED = 4
 """Hosts simulated for each group of equal hosts if their steps vary; one is enough if they do not"""
@@ -37,6 +37,8 @@ class Node:
 
     name: str
     link: Link
+    uplink: Uplink | None = None
+    """None: one switch connects all hosts"""
     backward_s: float
     """Forward and backward, of all ranks of the host"""
     update_s: float
@@ -60,6 +62,8 @@ class Message:
     sent: float
     received: float
     hops: int
+    peers: int = 1
+    """Hosts that it goes to; 1 in a ring"""
     coding_s: float = 0.0
     """Seconds of one core"""
     central: bool = False
@@ -215,11 +219,28 @@ class _Simulation:
 
 
 def transfer_s(node: Node, message: Message, *, first: bool = True, hosts: int = 1) -> float:
-    """Return the seconds in which a host's link carries a message, without waiting for others."""
-    sent, received = message.sent, message.received
+    """Return the seconds in which a host's links carry a message, without waiting for others."""
+    latencies_s = message.hops * node.link.latency_s
+    return max(link_s(node, message, first, hosts), uplink_s(node, message, first, hosts)) + latencies_s
+
+
+def link_s(node: Node, message: Message, first: bool, hosts: int) -> float:
+    return node.link.seconds(*_amounts(message, first, hosts))
+
+
+def uplink_s(node: Node, message: Message, first: bool, hosts: int) -> float:
+    """Return the seconds of the switch's uplink; 0 if one switch connects all hosts."""
+    if node.uplink is None:
+        return 0.0
+    most = max(_amounts(message, first, hosts))
+    return node.uplink.seconds(most, message.peers, hosts, central=message.central and first)
+
+
+def _amounts(message: Message, first: bool, hosts: int) -> tuple[float, float]:
+    """Return the bytes that a host sends and receives."""
     if message.central and not first:
-        sent, received = received / max(1, hosts - 1), sent / max(1, hosts - 1)
-    return node.link.seconds(sent, received) + message.hops * node.link.latency_s
+        return message.received / max(1, hosts - 1), message.sent / max(1, hosts - 1)
+    return message.sent, message.received
 
 
 def simulate(nodes: Sequence[Node], traffic: Traffic) -> Timeline:

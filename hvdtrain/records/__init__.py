@@ -16,9 +16,11 @@ from hvdtrain.records.files import open_plain as open_plain
 from hvdtrain.records.files import read as read
 from hvdtrain.records.files import read_document as read_document
 from hvdtrain.records.files import read_lines as read_lines
+from hvdtrain.records.files import summary as summary
 from hvdtrain.records.files import write_document as write_document
 from hvdtrain.records.types import RECORDS as RECORDS
 from hvdtrain.records.types import SCHEMA as SCHEMA
+from hvdtrain.records.types import Chosen as Chosen
 from hvdtrain.records.types import Epoch as Epoch
 from hvdtrain.records.types import Experiment as Experiment
 from hvdtrain.records.types import Manifest as Manifest

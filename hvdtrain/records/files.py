@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import errno
 import json
 import os
@@ -12,7 +13,7 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
-from hvdtrain.records.types import SCHEMA, Record, as_json
+from hvdtrain.records.types import SCHEMA, Record, Summary, as_json
 from hvdtrain.system import exits, files
 from hvdtrain.system.exits import Failure
 
@@ -106,6 +107,20 @@ def _is_python_json(line: bytes) -> bool:
 
 def _rejected(where: str, reason: str) -> Failure:
     return Failure(f"{where}: not a record of {SCHEMA}: {reason}", exits.BAD_DATA)
+
+
+def summary(folder: Path) -> Summary | None:
+    """The last summary in rank 0's records of a run folder. Reads only the end of the file."""
+    try:
+        with files.open_plain(folder / "metrics" / "rank0000.jsonl") as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - LONGEST_LINE_BYTES))
+            lines = stream.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, Failure):
+            return from_json(files.from_json(line), "", Summary)
+    return None
 
 
 def read_document(path: Path, cls: type[R]) -> R:

@@ -47,13 +47,16 @@ class Manifest(_Record, frozen=True, kw_only=True):
     """The whole config, including defaults"""
     exchange: dict[str, Any] = {}
     """Facts about the strategy: overlaps_with (the computation that hides an exchange; empty: none), exact (whether
-    hosts send the bytes of a full-precision all-reduce), chosen (why --strategy auto chose it). Empty: not known"""
+    hosts send the bytes of a full-precision all-reduce), chosen (why --strategy auto chose it), auto (the option).
+    Empty: not known"""
     plan: dict[str, Any]
     """Batch arithmetic: ranks, rank_batch, global_batch, steps, base_lr ..."""
     data: dict[str, Any]
     """Name, classes, sample counts and fingerprint of the data set"""
     model: dict[str, Any]
     """Parameters, bytes and spec of the model"""
+    shapes: list[list[int]] = []
+    """Shapes of the trainable arrays, in the order of the vector that ranks exchange"""
     metric: dict[str, Any]
     """The run's scores: each one's label, unit, bounds and direction, and the name of the primary one, which selects
     the best epoch. See `records.metrics`. Empty for a script that logs no scores"""
@@ -179,6 +182,20 @@ class View(_Record, frozen=True, kw_only=True):
     """From the start of the interrupted step, or from the notice of the loss, until training continued"""
 
 
+class Chosen(_Record, frozen=True, kw_only=True):
+    """`--strategy auto` chose again, because steps took another time than before; written by rank 0."""
+
+    step: Count
+    """First step of this choice"""
+    strategy: str
+    """May be the one that ran before"""
+    reason: str
+    choice_s: Amount
+    """Time for measuring the links, choosing and changing the strategy; part of the training time"""
+    links: list[dict[str, Any]] = []
+    """As in the manifest, measured for this choice"""
+
+
 class Summary(_Record, frozen=True, kw_only=True):
     """The end of a complete run, written by rank 0; `--json` prints it too."""
 
@@ -187,6 +204,7 @@ class Summary(_Record, frozen=True, kw_only=True):
     workload: str
     framework: str
     strategy: str
+    """The one that ran last"""
     ranks: Count
     """Alive at the end: fewer than in the manifest only if the strategy tolerates the death of a rank"""
     hosts: Count
@@ -315,7 +333,7 @@ class Experiment(_Record, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "command", without_secrets(self.command))
 
 
-Record: TypeAlias = Manifest | Step | Epoch | Saved | Resumed | View | Summary | Sensors | Sample | Experiment
+Record: TypeAlias = Manifest | Step | Epoch | Saved | Resumed | View | Chosen | Summary | Sensors | Sample | Experiment
 RECORDS: dict[str, type[Record]] = {cls.__name__.lower(): cls for cls in get_args(Record)}
 
 

@@ -115,6 +115,7 @@ class LiveRun:
         self._samples: dict[Path, records.Sample] = {}
         self._step = 0
         self._epochs: list[records.Epoch] = []
+        self._choices: list[records.Chosen] = []
         self._summary: records.Summary | None = None
 
     def frame(self) -> Frame:
@@ -145,7 +146,10 @@ class LiveRun:
                 if leads:
                     self._step, self._summary = record.step + 1, None
                     self._epochs = [epoch for epoch in self._epochs if epoch.epoch < record.epoch]
+            case records.Chosen() if leads:
+                self._choices.append(record)
             case records.Resumed() if leads:
+                self._choices = [each for each in self._choices if each.step <= record.step]
                 self._step, self._summary = record.step, None
                 self._epochs = [epoch for epoch in self._epochs if epoch.step <= record.step]
             case records.Epoch() if leads:
@@ -172,7 +176,7 @@ class LiveRun:
             run_dir=str(self._folder),
             workload=printable(manifest.workload),
             framework=values.text(manifest.config.get("framework")),
-            strategy=values.text(manifest.config.get("strategy")),
+            strategy=values.text(self._choices[-1].strategy if self._choices else manifest.config.get("strategy")),
             ranks=summary.ranks if summary else len(manifest.ranks),
             hosts=self._hosts(),
             state=state,

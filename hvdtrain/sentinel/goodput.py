@@ -19,12 +19,12 @@ SETTLE_S, COUNT_S = 0.3, 0.9
 PATIENCE_S = 3.0
 """Timeout for the connection, and for the receiver's answer"""
 OPEN_S = 3600.0
-"""How long the receiver waits for its only measurement"""
+"""After this time without a measurement, the receiver waits again"""
 PURPOSE = b"goodput"
 
 
 class Receiver:
-    """Listens on its own port, and measures once, for one sender."""
+    """Listens on its own port, and measures for one sender, each time that it connects."""
 
     def __init__(self, address: str) -> None:
         self._listener = socket.create_server((address, 0), backlog=socket.SOMAXCONN)
@@ -35,14 +35,13 @@ class Receiver:
         threading.Thread(target=self._serve, args=(me, sender), daemon=True).start()
 
     def _serve(self, me: Party, sender: int) -> None:
-        with self._listener:
-            connections = auth.accept(self._listener, me, {sender}, OPEN_S)
-        for connection in connections.values():
-            with connection, contextlib.suppress(OSError):
-                connection.settimeout(PATIENCE_S)
-                connection.sendall(struct.pack("!d", link_probe.count(connection, SETTLE_S, COUNT_S)))
-                while connection.recv(1 << 20):  # until the sender has read the answer and closed
-                    pass
+        while True:
+            for connection in auth.accept(self._listener, me, {sender}, OPEN_S).values():
+                with connection, contextlib.suppress(OSError):
+                    connection.settimeout(PATIENCE_S)
+                    connection.sendall(struct.pack("!d", link_probe.count(connection, SETTLE_S, COUNT_S)))
+                    while connection.recv(1 << 20):  # until the sender has read the answer and closed
+                        pass
 
 
 def measure(address: str, port: int, me: Party, to: int, source: str) -> float:

@@ -19,6 +19,8 @@ from hvdtrain.strategies.cost import Phase as Phase
 from hvdtrain.strategies.reducers.base import Reducer as Reducer
 from hvdtrain.strategies.registry import ALGORITHMS as ALGORITHMS
 from hvdtrain.strategies.registry import REDUCERS as REDUCERS
+from hvdtrain.strategies.replicas import CHOOSE as CHOOSE
+from hvdtrain.strategies.replicas import STOP as STOP
 from hvdtrain.strategies.replicas import Exchanged as Exchanged
 from hvdtrain.strategies.replicas import Vectors as Vectors
 from hvdtrain.strategies.spec import Exchange as Exchange

@@ -42,8 +42,6 @@ class Capabilities:
     """Whether the ranks can continue if a host is lost"""
     has_residual: bool = False
     """Whether gradients of one step are used in a later one"""
-    advice_level: int = 0
-    """Position on the ladder of `registry.ADVICE`; -1 sends more than its first entry"""
 
 
 class Strategy(abc.ABC):

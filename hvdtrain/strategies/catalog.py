@@ -18,6 +18,7 @@ from hvdtrain.strategies.spec import described, format_value, parse, timing
 DEFAULT_HOSTS = 4
 """Hosts that the help assumes for a process without a launcher"""
 WIDTH = 92
+EXAMPLE = "local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4"
 
 
 def help_requested(strategy: str) -> bool:
@@ -50,7 +51,7 @@ def _all(shapes: Sequence[Shape], layout: Layout) -> list[str]:
         *lines,
         "",
         f"A reducer can follow the plus of {', '.join(able)} (default: {registry.DEFAULT_REDUCER}):",
-        f"  --strategy {registry.ADVICE[-1][0]}",
+        f"  --strategy {EXAMPLE}",
         "Details of one strategy: --strategy help:NAME. Which one to choose: docs/guides/choose-a-strategy.md",
         "Times per step on your hosts: hvdtrain plan. A choice before step 0: --strategy auto.",
     ]
@@ -70,7 +71,7 @@ def _one(name: str, shapes: Sequence[Shape], layout: Layout) -> list[str]:
     if not dataclasses.fields(cls.Settings):
         lines.append("  no settings")
     numbers = f"; {cost.numbers / 1e6:.3g} million numbers rounded, selected or multiplied" if cost.numbers else ""
-    plus = f"+{registry.ADVICE[1][0]}" if exchange.algorithm and exchange.reducer else ""
+    plus = "+powersgd:rank=4" if exchange.algorithm and exchange.reducer else ""
     return [
         *lines,
         "",

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from hvdtrain.comm.backends.tcp import all_reduce_hops, all_to_all_hops
+from hvdtrain.system.rates import ring_bytes
 
 Shape = Sequence[int]
 
@@ -96,11 +97,6 @@ class Cost:
 def elements(shapes: Iterable[Shape]) -> int:
     """Numbers in arrays of these shapes."""
     return sum(math.prod(shape) for shape in shapes)
-
-
-def ring_bytes(payload_bytes: int, ranks: int) -> int:
-    """Bytes that each of `ranks` ranks sends in a ring all-reduce: 2(p-1)/p of the payload."""
-    return 2 * (ranks - 1) * payload_bytes // ranks
 
 
 def ring(payload_bytes: int, ranks: int, *, codec: str = "fp32", exact: bool = False, ready_at: float = 0.0) -> Cost:

@@ -46,20 +46,6 @@ REMOVED = {
     "hybrid": "any other strategy with --shares measured",
 }
 """Strategies of earlier versions, and what to use instead"""
-ADVICE: tuple[tuple[str, str], ...] = (
-    ("hierarchical", "four hosts at 1 Gbit/s: 0.27 s per step, 0.38 with horovodrun --gloo"),
-    (
-        "powersgd:rank=4",
-        "four hosts at 100 Mbit/s: 0.21 s per step, 0.94 with exact sums; accuracy 0.979, exact 0.983",
-    ),
-    (
-        "local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4",
-        "four hosts at 10 Mbit/s: 53 s to 0.87 accuracy, one host 161",
-    ),
-)
-"""The ladder of `advice`, from exact sums to the fewest bytes, with measurements"""
-UNEQUAL_ADVICE = "hosts of 0.45 and 0.15 core: 0.72 s per step, 1.42 with equal shares"
-"""Measurement of `--shares measured`, for ranks of unequal speed"""
 GROUP = "hvdtrain.strategies"
 
 

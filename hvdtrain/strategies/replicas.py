@@ -7,6 +7,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+STOP, CHOOSE = 1.0, 2.0**-12
+"""What a rank may request of all ranks: to stop, and to choose the strategy again.
+
+The last number of a tail is the sum of these over ranks and steps, which float32 holds exactly up to 4095 of each."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exchanged:
@@ -18,6 +23,8 @@ class Exchanged:
     They are the sum of losses, the sums of the metric, and the number of samples. None if none have arrived."""
     stop: bool = False
     """Whether any rank was asked to stop"""
+    choose: bool = False
+    """Whether any rank requests that all choose the strategy again"""
     loss: float = 0.0
     """Mean loss per sample of this step: over all ranks if it is known, otherwise over this rank"""
     sent_bytes: int = 0
@@ -28,7 +35,14 @@ class Exchanged:
     def of(cls, tail: np.ndarray, sent_bytes: int) -> Exchanged:
         """Read a tail (see `Vectors.tail`) that was summed over ranks."""
         totals = tail[:-1].astype(np.float64)
-        return cls(totals=totals, stop=bool(tail[-1] > 0), loss=totals[0] / totals[-1], sent_bytes=sent_bytes)
+        requests = float(tail[-1])
+        return cls(
+            totals=totals,
+            stop=requests >= STOP,
+            choose=requests % STOP > 0,
+            loss=totals[0] / totals[-1],
+            sent_bytes=sent_bytes,
+        )
 
 
 class Vectors(Protocol):
@@ -41,7 +55,7 @@ class Vectors(Protocol):
         """
 
     def tail(self) -> np.ndarray:
-        """Return the totals of the last backward pass and whether to stop (0 or 1), shape (metric.size + 1,).
+        """Return the totals of the last backward pass and the rank's requests (`STOP`), shape (metric.size + 1,).
 
         They are sums over all ranks if the backend's own step exchanged them, otherwise this rank's.
         """

@@ -75,11 +75,7 @@ class Exchange:
         if self.reducer is None:
             return own
         reducer: type[Reducer] = self.reducer.cls
-        return dataclasses.replace(
-            own,
-            has_residual=own.has_residual or bool(reducer.residual_key),
-            advice_level=max(own.advice_level, reducer.advice_level),
-        )
+        return dataclasses.replace(own, has_residual=own.has_residual or bool(reducer.residual_key))
 
     def cost(self, shapes: Sequence[Shape], layout: Layout, *, buckets: bool = True) -> Cost:
         """Return the cost of an exchange for each host, for a model with these trainable arrays.
@@ -147,7 +143,7 @@ def timing(cost: Cost) -> str:
 def parse(text: str) -> Exchange:
     """Resolve a strategy string. Raises Failure (78), which lists the valid names or settings."""
     if automatic.rule(text):
-        raise error(text, "auto works with hvdtrain's workloads only; hint: hvdtrain plan --help")
+        raise error(text, "auto is not possible here; hint: name a strategy, see --strategy help")
     words = text.split("+")
     first = _component(text, words[0], [*registry.names(Strategy), *registry.names(Reducer)], "strategy")
     if len(words) > 2:

@@ -94,13 +94,14 @@ def prepare(options: argparse.Namespace) -> tuple[Task, int]:
         more = f" (and {len(failures) - 1} more experiments)" if len(failures) > 1 else ""
         raise Failure(f"{experiment.where}: experiment {experiment.name}: {failure}{more}", exits.BAD_CONFIG)
     root, names = options.root / sweep.name, {one.name for one in launchable}
-    estimator = Estimator()
+    known = {name: answer for name, answer in answers.items() if isinstance(answer, DryRun)}
+    estimator = Estimator(known)
     estimator.read(options.root)
     task = Task(
         sweep=sweep,
         root=root,
         outcomes=[Outcome(run=run, folder=root / run.name) for run in runs],
-        dry_runs={name: answer for name, answer in answers.items() if isinstance(answer, DryRun)},
+        dry_runs=known,
         estimator=estimator,
         flags={run.name: run_flags(run) for run in runs if run.experiment.name in names},
     )

@@ -154,7 +154,7 @@ class Executor:
         text = f"{STATES[outcome.state]}: {outcome.run.name}"
         if outcome.seconds is not None:
             text += f", {duration(outcome.seconds)}"
-        summary = folder.summary(outcome.folder) if outcome.state in ("done", "marked") else None
+        summary = records.summary(outcome.folder) if outcome.state in ("done", "marked") else None
         if summary:
             text += "" if summary.samples_per_s is None else f", {summary.samples_per_s:.1f} samples/s"
             text += "".join(f", test {name} {value:.4f}" for name, value in list(summary.test_scores.items())[:1])
@@ -179,7 +179,7 @@ class Executor:
             outcome.seconds = round(time.monotonic() - began_s, 2)
             if problem is None:
                 outcome.state = "marked" if outcome.marked else "done"
-                self._task.estimator.learn(outcome.run, outcome.seconds)
+                self._task.estimator.learn(outcome.run, outcome.seconds, outcome.folder)
                 return
             renamed = folder.set_aside(outcome.folder, "failed")
             outcome.log, outcome.reason = renamed / folder.LOG, problem

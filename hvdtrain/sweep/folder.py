@@ -6,7 +6,6 @@ links at the requested rate. Any other folder with that name is renamed. Folders
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pwd
 from pathlib import Path
@@ -52,20 +51,6 @@ def read(path: Path, cls: type[R]) -> R | None:
         return None
 
 
-def summary(folder: Path) -> records.Summary | None:
-    """The last summary in rank 0's records. Reads only the end of the file."""
-    try:
-        with files.open_plain(folder / "metrics" / "rank0000.jsonl") as stream:
-            stream.seek(max(0, os.fstat(stream.fileno()).st_size - records.LONGEST_LINE_BYTES))
-            lines = stream.read().splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError, Failure):
-            return records.from_json(files.from_json(line), "", records.Summary)
-    return None
-
-
 def mismatch(folder: Path, run: Run, dry_run: DryRun | None) -> str | None:
     """How the records of a finished run differ from its settings; None if they agree.
 
@@ -77,7 +62,7 @@ def mismatch(folder: Path, run: Run, dry_run: DryRun | None) -> str | None:
         return "no manifest.json" + (hint if "command" in run.experiment.settings else "")
     if not (folder / "COMPLETE").is_file():
         return "no COMPLETE: the run did not finish"
-    if summary(folder) is None:
+    if records.summary(folder) is None:
         return "no summary in metrics/rank0000.jsonl"
     config = manifest.config
     for key, value in (dry_run.config if dry_run else {}).items():

@@ -80,12 +80,14 @@ def goodput_both_ways(rate_bit_s: float) -> float:
     return rate_bit_s * 0.936
 
 
-def all_reduce_s(nbytes: float, hosts: int, goodput_bit_s: float) -> float:
-    """Return the shortest time of a ring all-reduce: 2(p-1)/p of the bytes pass the link of each of p hosts.
+def ring_bytes(nbytes: int, hosts: int) -> int:
+    """Return the bytes that each of p hosts sends in a ring all-reduce: 2(p-1)/p of the vector."""
+    return 2 * (hosts - 1) * nbytes // hosts
 
-    This is the limit of the network. `hvdtrain.plan` predicts the time of a step.
-    """
-    return 2 * (hosts - 1) / hosts * nbytes * 8 / goodput_bit_s
+
+def all_reduce_s(nbytes: int, hosts: int, goodput_bit_s: float) -> float:
+    """Return the shortest time of a ring all-reduce. `hvdtrain.plan` predicts the time of a whole step."""
+    return ring_bytes(nbytes, hosts) * 8 / goodput_bit_s
 
 
 def _plain(number: Decimal) -> str:

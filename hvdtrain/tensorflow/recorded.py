@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvdtrain.horovod_api import job
-from hvdtrain.strategies.cost import ring_bytes
+from hvdtrain.system.rates import ring_bytes
 from hvdtrain.tensorflow.api import mpi_ops
 from hvdtrain.tensorflow.step import Step, tensor
 
@@ -27,7 +27,7 @@ class Recorded:
         self._steps = job.recorder(
             exchange.exchange if exchange else None,
             None,  # not the strategy's communicator, which its first exchange may be using
-            parameters=numbers,
+            shapes=[tuple(variable.shape) for variable in plain],
             device="gpu" if any("GPU" in variable.device for variable in plain) else "cpu",
             threads=tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count() or 1,
         )

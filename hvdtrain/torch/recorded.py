@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hvdtrain.horovod_api import job
-from hvdtrain.strategies.cost import ring_bytes
+from hvdtrain.system.rates import ring_bytes
 from hvdtrain.torch.api import mpi_ops
 
 
@@ -25,7 +25,7 @@ def recorded(optimizer: Any) -> Any:
     steps = job.recorder(
         None,
         None,
-        parameters=sum(weight.numel() for weight in weights),
+        shapes=[tuple(weight.shape) for weight in weights],
         device=min({str(weight.device) for weight in weights}, default="cpu"),
         threads=torch.get_num_threads(),
     )

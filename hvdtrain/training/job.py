@@ -19,6 +19,7 @@ from hvdtrain.frameworks import Replica
 from hvdtrain.pipeline.partition import measured_s
 from hvdtrain.pipeline.plan import Stages
 from hvdtrain.pipeline.schedule import Pipe, StageModel
+from hvdtrain.plan import advice
 from hvdtrain.plan.profile import NAME as PROFILE
 from hvdtrain.plan.profile import Profile, as_json
 from hvdtrain.records.arrays_file import Arrays
@@ -58,9 +59,11 @@ class Job:
     part: range | None = None
     """The layers of this rank's stage; None for all"""
     chosen: str | None = None
-    """Why --strategy auto chose the strategy; None if it was named"""
+    """Why --strategy auto chose the strategy; None if it was named or if the run was resumed"""
+    auto: str | None = None
+    """The option, such as auto:exact; None if the strategy was named"""
     profile: Profile | None = None
-    """This rank's profile, from which --strategy auto chose"""
+    """What --strategy auto knows of the model on this rank; None on a single host"""
 
     @property
     def dataset(self) -> Any:
@@ -176,7 +179,8 @@ class Job:
                 print(f"hvdtrain: stopped; continue {command}", file=sys.stderr, flush=True)
             else:
                 summary.show_summary(result, self.workload.metric, as_json=config.json)
-                if tip := summary.advised(config, result, ranks.links):
+                last = dataclasses.replace(config, strategy=result.strategy)
+                if tip := advice.after_run(last, folder):
                     print(f"hvdtrain: {tip}", file=sys.stderr, flush=True)
         if result is None or ranks.elastic:  # all ranks have the summary
             return result

@@ -6,7 +6,8 @@
     evaluate on the test split (with scores: the best epoch's weights), record, mark the run COMPLETE
 
 A signal to any rank ends the loop with a checkpoint. That happens after the current step, or after the next exchange if
-the strategy lets ranks train on their own for some steps.
+the strategy lets ranks train on their own for some steps. With --strategy auto, the strategy may change between two
+steps (`adaptive`).
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from hvdtrain.data import Split
 from hvdtrain.frameworks import Replica
 from hvdtrain.observe.progress import Progress
 from hvdtrain.observe.timing import WARMUP_STEPS, Clock, Spent, process_age_s, step_shares
+from hvdtrain.strategies import STOP, parse
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import consistency, elastic, observers, snapshot
-from hvdtrain.training.checkpoint import Checkpoints
+from hvdtrain.training.adaptive import Adaptive, average_optimizer
+from hvdtrain.training.checkpoint import Checkpoints, Loaded
 from hvdtrain.training.evaluation import evaluate, renew_statistics, timed_inference
 from hvdtrain.training.train_state import Position
 
@@ -74,9 +77,12 @@ class Loop:
             self._config, self._plan.steps, folder, world=self._world, replica=replica, say=self._say
         )
         self._clock = Clock(replica.synchronize)
-        self._at = Position()
-        self._stopping = self._save_due = self._check_due = self._published = False
-        self._steps_here = 0
+        self._at = Position(strategy=str(job.exchange))
+        self._shapes = job.workload.model.vector_shapes(self._config.framework)
+        watched = job.auto and job.profile and job.ranks.hosts_count > 1 and not job.ranks.elastic
+        self._adaptive = Adaptive(job) if watched else None
+        self._stopping = self._save_due = self._check_due = self._choose_due = self._published = False
+        self._steps_here = self._steps_of_strategy = 0
         self._computed = job.strategy.capabilities.in_backward
         """Whether bytes sent are computed, because the backend does not count them"""
         self._spent = Spent()
@@ -142,6 +148,8 @@ class Loop:
                     self._transactions.abandon(before)
                     return None
                 progress.advance(note=f"loss {loss:.4f}")
+                if self._choose_due and not self._stopping:
+                    self._choose()
                 self._save_due |= bool(every and self._at.step % every == 0)
                 self._transactions.regroup()
                 if self._loader is not loader:
@@ -205,11 +213,13 @@ class Loop:
         with clock.span("data"):
             batch = next(batches)
         with clock.span("compute"):
-            self._replica.backward(batch, lr, self._stop.requested is not None)
+            request = self._adaptive.request if self._adaptive else 0.0
+            self._replica.backward(batch, lr, request + STOP * (self._stop.requested is not None))
         done = [self._strategy.step(self._replica, lr, clock)]
+        self._choose_due = self._adaptive is not None and done[0].choose
         if (every := self._config.check_replicas) and (at.step + 1) % every == 0:
             self._check_due = True
-        if last or (self._check_due and self._strategy.in_sync):
+        if last or self._choose_due or (self._check_due and self._strategy.in_sync):
             done.append(self._strategy.synchronize(self._replica, clock))
         if self._config.ema and any(each.totals is not None for each in done):  # all ranks know the same weights
             with clock.span("compute"):
@@ -238,17 +248,54 @@ class Loop:
             bytes_sent=stages_bytes + sum(each.sent_bytes for each in done),
             local_bytes_sent=None if self._computed else local_stages_bytes + self._world.take_local_sent_bytes(),
             **done[0].notes,
-            warmup=self._steps_here < WARMUP_STEPS or self._observers.distort(at.step),
+            warmup=self._steps_of_strategy < WARMUP_STEPS or self._observers.distort(at.step),
         )
         self._writer.write(record)
         self._spent.add(record)
-        at.add(record, seconds=time.perf_counter() - began, consumed=end)
+        seconds = time.perf_counter() - began
+        at.add(record, seconds=seconds, consumed=end)
+        if self._adaptive:
+            self._adaptive.add(record, seconds)
         self._world.step = at.step
         if self._steps_here == 0:
             self._first_step_s = process_age_s()
             self._say(f"first step     done {self._first_step_s:.1f} s after the start of this process")
         self._steps_here += 1
+        self._steps_of_strategy += 1
         return loss
+
+    def _choose(self) -> None:
+        """Choose the strategy again, change it if that pays, and record the choice. All ranks have the same weights."""
+        assert self._adaptive is not None
+        began, before = time.perf_counter(), self._at.strategy
+        chosen = self._adaptive.again(before)
+        if chosen.strategy != before:
+            local = self._strategy.capabilities.local_updates
+            self._use(chosen.strategy)
+            if local and not self._strategy.capabilities.local_updates:
+                average_optimizer(self._replica, self._data)
+            consistency.check(self._replica.state(), self._data)
+        self._choose_due = False
+        seconds = time.perf_counter() - began
+        self._at.epoch_s += seconds
+        if self._world.rank == 0:
+            self._writer.write(
+                records.Chosen(
+                    step=self._at.step,
+                    strategy=chosen.strategy,
+                    reason=chosen.reason,
+                    choice_s=seconds,
+                    links=self._world.links,
+                )
+            )
+        change = "kept" if chosen.strategy == before else f"instead of {before}"
+        self._say(f"strategy       {chosen.strategy} from step {self._at.step}, {change}: {chosen.reason}")
+
+    def _use(self, name: str) -> None:
+        """Exchange by the strategy `name` from the next step on. Collective."""
+        self._strategy = parse(name).make(self._config, self._data, self._shapes)
+        self._replica.use(self._strategy)
+        self._at.strategy, self._steps_of_strategy = name, 0
 
     def _validated(self, epoch: int) -> tuple[float | None, dict[str, float], dict[str, Any]]:
         """Evaluate at the end of an epoch, with the averaged weights if there are any."""
@@ -310,7 +357,7 @@ class Loop:
             run_dir=str(self._folder),
             workload=self._run.workload,
             framework=world.framework,
-            strategy=self._config.strategy,
+            strategy=self._at.strategy,
             ranks=world.size,
             hosts=max(world.hosts_count, len({host for host, *_ in facts})),
             parameters=self._run.model["parameters"],
@@ -358,7 +405,7 @@ class Loop:
         loaded = self._checkpoints.newest(best=True)
         if loaded is None:
             return self._at.step
-        snapshot.restore(loaded, self._replica, self._strategy)
+        self._restore(loaded)
         return loaded.step
 
     def _save(self, best: bool = False) -> bool:
@@ -384,15 +431,28 @@ class Loop:
             self._checkpoints.check_none()
             self._say("starting at step 0")
             return
-        self._at = self._position(loaded.progress, loaded.step)
-        snapshot.restore(loaded, self._replica, self._strategy)
+        self._at = self._restore(loaded)
         hosts = len(set(self._world.gather(self._world.host)))
         self._writer.write(
             records.Resumed(
                 step=self._at.step, utc=records.utc_now(), links=self._world.links, ranks=self._world.size, hosts=hosts
             )
         )
-        self._say(f"resumed at step {self._at.step} of {self._plan.steps}")
+        self._say(f"resumed at step {self._at.step} of {self._plan.steps}, strategy {self._at.strategy}")
+
+    def _restore(self, loaded: Loaded) -> Position:
+        """Restore a checkpoint, with its strategy. Returns its position. Raises Failure (65, 78)."""
+        at, running = self._position(loaded.progress, loaded.step), self._at.strategy
+        if at.strategy != running:
+            self._use(at.strategy)
+            if loaded.others and not loaded.local and (refusal := self._strategy.reshard_refusal):
+                raise Failure(
+                    f"checkpoint of step {loaded.step}: its strategy is {at.strategy}, {refusal}; hint: start "
+                    "as many ranks as before",
+                    exits.BAD_CONFIG,
+                )
+        snapshot.restore(loaded, self._replica, self._strategy)
+        return at
 
     def _position(self, progress: dict[str, Any], step: int) -> Position:
         samples = self._config.epoch_samples or len(self._dataset.train)

@@ -76,7 +76,7 @@ def _difference(job: Job, path: Path) -> str | None:
             f"was made by {ranks} ranks, not {run.plan.ranks}, and with --strategy {run.config.strategy} {refusal}; "
             f"hint: start {ranks} ranks (-np {ranks})"
         )
-    if framework != run.config.framework and job.exchange.capabilities.has_residual:
+    if framework != run.config.framework and (job.exchange.capabilities.has_residual or job.auto):
         return (
             f"was last trained with {framework}, and --strategy {run.config.strategy} keeps state in that framework's "
             f"order; hint: --framework {framework}"
@@ -93,10 +93,13 @@ def write(job: Job, folder: Path, documents: Mapping[str, Any]) -> None:
         workload=job.run.workload,
         argv=sys.argv,
         config=dataclasses.asdict(job.run.config),
-        exchange=job.exchange.facts(buckets=job.pipe is None) | ({"chosen": job.chosen} if job.chosen else {}),
+        exchange=job.exchange.facts(buckets=job.pipe is None)
+        | ({"chosen": job.chosen} if job.chosen else {})
+        | ({"auto": job.auto} if job.auto else {}),
         plan=dataclasses.asdict(job.run.plan),
         data=job.run.data,
         model=job.run.model,
+        shapes=[list(shape) for shape in job.workload.model.vector_shapes(job.run.config.framework)],
         metric=job.workload.metric.as_json(),
         **surroundings(job.device, job.threads, job.ranks),
     )

@@ -93,7 +93,7 @@ def train(
         raise unsupported()
     if config.framework != framework:
         raise Failure(f"--framework {config.framework}: the model is a {framework} model", exits.BAD_CONFIG)
-    exchange = None if catalog.help_requested(config.strategy) else strategies.parse(config.strategy)
+    exchange = None if catalog.help_requested(config.strategy) else strategies.resolve(config)
     if exchange and framework == "tensorflow" and exchange.capabilities.backend == "native":
         raise Failure(
             f"--strategy {config.strategy}: TensorFlow's collectives must be set up before a model is made; hint: "
@@ -153,12 +153,10 @@ def _trained(job: Job, adapted: Any, stop: lifecycle.StopSignal) -> records.Summ
     constants_digest = digest(constants) if constants else None
     run = dataclasses.replace(job.run, model={**job.run.model, "constants": constants_digest})
     job = dataclasses.replace(job, run=run)
-    state, part = adapted.arrays(), adapted
-    if job.run.config.stages > 1:
-        state = job.ranks.agreed({name: array.copy() for name, array in state.items()})
-        job = job.staged(adapted.part)  # times the layers, which changes their statistics
-        adapted.release()
-        part = adapted.part(job.part)
+    state = job.ranks.agreed({name: array.copy() for name, array in adapted.arrays().items()})
+    job = job.staged(lambda part: adapted if part is None else adapted.part(part))
+    adapted.release()  # measurements change statistics, and where weights are
+    part = adapted.part(job.part) if job.part else adapted
     replica = job.replica(part, {name: state[name] for name in part.arrays()})
     summary = job.trained(replica, stop)
     if job.part and summary is not None:

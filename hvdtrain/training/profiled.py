@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.world import RankGroup
@@ -20,9 +25,11 @@ from hvdtrain.plan.profile import Probe, Profile
 from hvdtrain.strategies import automatic, parse
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
+from hvdtrain.training import resume
 from hvdtrain.training.framework import make_replica
 
 if TYPE_CHECKING:
+    from hvdtrain.plan.steps import Script
     from hvdtrain.training.job import Job
     from hvdtrain.training.workload import Workload
 
@@ -34,11 +41,16 @@ AUTO_STEPS_S, AUTO_CODING_S = 6.0, 8.0
 
 
 class Observer:
-    """What `hvdtrain plan` does when a workload has described itself, and when it has made its model."""
+    """What `hvdtrain plan` does when a workload has described itself, and when it has made its model.
+
+    In a script with a drop-in module, `stepped` is called after each step of its optimizer.
+    """
 
     def described(self, workload: Workload) -> None: ...
 
     def modelled(self, job: Job, model: Maker) -> None: ...
+
+    def stepped(self, script: Script) -> None: ...
 
 
 _observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
@@ -60,6 +72,11 @@ def observing(observer: Observer) -> Iterator[None]:
         _observer.reset(token)
 
 
+def observer() -> Observer | None:
+    """Return the observer of this process; None if nothing is planned."""
+    return _observer.get()
+
+
 def describe(workload: Workload) -> None:
     if observer := _observer.get():
         observer.described(workload)
@@ -79,6 +96,30 @@ def key(job: Job) -> dict[str, Any]:
     }
 
 
+def _replica(job: Job, model: Maker) -> tuple[Any, Probe]:
+    """Make a fresh model that exchanges nothing."""
+    config = job.run.config
+    single = RankGroup.watched(Communicator()).connect(config.framework, backend="tcp")
+    probe = Probe(single, job.workload.model.vector_shapes(config.framework), config, None, None)
+    return make_replica(model(None), config, single, probe, job.device, job.workload.metric), probe
+
+
+def _batches(job: Job, size: int, epoch: int = 0) -> Iterator[Batch]:
+    """Yield an epoch's batches of `size` samples, without the last one, which may be short."""
+    loader = Loader(
+        job.dataset.train,
+        global_batch=size,
+        rank=0,
+        size=1,
+        seed=job.run.config.seed,
+        augment=job.workload.data.augment,
+    )
+    whole = len(loader.ends()) - 1 or 1
+    with contextlib.closing(loader.epoch(epoch)) as batches:
+        for _, batch in zip(range(whole), batches, strict=False):
+            yield batch
+
+
 def measured(
     job: Job, model: Maker, sizes: Iterable[int], names: Iterable[str], steps_s: float, coding_s: float
 ) -> Profile:
@@ -87,22 +128,10 @@ def measured(
     `sizes`: samples per step. `names`: reducers. `steps_s`, `coding_s`: times for measuring.
     """
     config, workload = job.run.config, job.workload
-    shapes = workload.model.vector_shapes(config.framework)
-    single = RankGroup.watched(Communicator()).connect(config.framework, backend="tcp")
-    probe = Probe(single, shapes, config, None, None)
-    replica = make_replica(model(None), config, single, probe, job.device, workload.metric)
-
-    def batches(size: int) -> Iterator[Batch]:
-        loader = Loader(
-            job.dataset.train, global_batch=size, rank=0, size=1, seed=config.seed, augment=workload.data.augment
-        )
-        whole = len(loader.ends()) - 1 or 1  # the last batch may be short
-        with contextlib.closing(loader.epoch(0)) as epoch:
-            for _, batch in zip(range(whole), epoch, strict=False):
-                yield batch
-
+    replica, probe = _replica(job, model)
+    shapes, batches = probe.shapes, functools.partial(_batches, job)
     points, ready = profile.timed(replica, probe, batches, sizes, steps_s)
-    local, batch = parse(AVERAGING).make(config, single, shapes), next(batches(points[0].batch))
+    local, batch = parse(AVERAGING).make(config, probe.ranks, shapes), next(batches(points[0].batch))
     averaging_s = profile.averaging_s(replica, probe, local, batch)
     with profile.Waking() as waking:
         for _ in range(max(2, min(10, int(WAKING_S / points[0].backward_s)))):
@@ -126,6 +155,18 @@ def measured(
     )
 
 
+def noise_scale(job: Job, model: Maker) -> tuple[float, float | None]:
+    """Train a fresh model on this rank for some seconds, and return `Profile.noise_scale`."""
+    plan = job.run.plan
+    replica, probe = _replica(job, model)
+    endless = itertools.chain.from_iterable(_batches(job, plan.global_batch, epoch) for epoch in itertools.count())
+
+    def learning_rate(step: int) -> float:
+        return plan.learning_rate(min(step, plan.steps - 1))
+
+    return profile.noise_scale(replica, probe, endless, plan.global_batch, learning_rate, profile.PILOT_S)
+
+
 def with_strategy(job: Job, model: Maker) -> Job:
     """Return the job with the strategy that `--strategy auto` chooses; otherwise the job itself. Collective."""
     if observer := _observer.get():
@@ -133,7 +174,7 @@ def with_strategy(job: Job, model: Maker) -> Job:
     config = job.run.config
     rule = automatic.rule(config.strategy)
     if rule is None:
-        return job
+        return _continued(job)
     exchanges = choice.candidates(rule, config)
     own, chosen = None, choice.Chosen(EXACT_REDUCER, "one host: nothing is sent over the network")
     if job.ranks.hosts_count > 1:
@@ -152,8 +193,27 @@ def with_strategy(job: Job, model: Maker) -> Job:
         exchange=exchange,
         strategy=exchange.make(config, job.data, shapes),
         chosen=chosen.reason,
+        auto=config.strategy,
         profile=own,
     )
+
+
+def _continued(job: Job) -> Job:
+    """Return the job with the option and rank 0's profile of an earlier start that chose its strategy. Collective.
+
+    Raises Failure (65, 74, 77) if the profile is damaged.
+    """
+    config, kept = job.run.config, None
+    if not config.resume or not config.run_dir:
+        return job
+    path = Path(config.run_dir) / profile.NAME
+    if job.ranks.rank == 0 and (auto := resume.kept_auto(config)):
+        kept = [auto, profile.as_json(profile.read(path)) if path.exists() else None]
+    kept = job.ranks.gather(kept)[0]
+    if not kept:
+        return job
+    own = msgspec.convert(kept[1], Profile) if kept[1] else None
+    return dataclasses.replace(job, auto=kept[0], profile=own)
 
 
 def check(workload: Workload) -> None:

@@ -110,6 +110,12 @@ def kept_cut(config: options.TrainConfig) -> tuple[str, ...]:
     return tuple(manifest.plan.get("cut", ())) if manifest and same else ()
 
 
+def kept_auto(config: options.TrainConfig) -> str | None:
+    """Return the --strategy auto of the run to resume; None if its strategy was named. Raises Failure (65)."""
+    manifest = _manifest(Path(config.run_dir)) if config.resume and config.run_dir else None
+    return manifest.exchange.get("auto") if manifest else None
+
+
 def _manifest(folder: Path) -> records.Manifest | None:
     """Read the manifest in a folder; None if there is none. Raises Failure (65) if it is damaged."""
     path = folder / "manifest.json"

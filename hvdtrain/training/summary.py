@@ -13,7 +13,6 @@ from hvdtrain import records, strategies
 from hvdtrain.config.batch_plan import BatchPlan
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.records.metrics import Metric
-from hvdtrain.strategies import advice
 from hvdtrain.training.run_folder import Run
 
 
@@ -77,18 +76,6 @@ def show_summary(summary: records.Summary, metric: Metric, *, as_json: bool) -> 
             f"{shares['compute']:.0%} computing"
         )
     emit(_columns(lines))
-
-
-def advised(config: TrainConfig, summary: records.Summary, links: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return what to try if the hosts of a run waited long for each other; None if there is nothing to advise."""
-    if summary.hosts == 1 or not (shares := summary.step_shares):
-        return None
-    network_s = advice.network_s(summary.parameters, summary.hosts, links)
-    step_s = summary.train_s / summary.steps
-    if summary.global_batch and summary.samples_per_s:  # excludes warm-up steps, as the shares do
-        step_s = summary.global_batch / summary.samples_per_s
-    tip = advice.advice(config, shares, network_s / (shares["compute"] * step_s) if network_s else None)
-    return f"{shares['exchange']:.0%} of a step was waiting for other hosts: {tip}" if tip else None
 
 
 def show_shares(shares: Sequence[float] | None, rank_samples: Sequence[int]) -> str:

@@ -43,6 +43,8 @@ class Position:
     """Steps done at the end of the epoch with the best primary metric"""
     averaged_step: int = 0
     """Steps done at the last update of the moving average of the weights (--ema)"""
+    strategy: str = ""
+    """The strategy that runs now, which --strategy auto may change"""
 
     @classmethod
     def loaded(cls, progress: Mapping[str, Any], step: int, *, epoch_samples: int) -> Self:

@@ -7,6 +7,8 @@ RUNS is a JSON list of objects with these keys:
     flags               flags of the training
     stop_before         step before which the last rank gets SIGUSR1 (optional)
     from_step, folder   copy the run in `folder` to --run-dir, as if it was killed after this checkpoint (optional)
+    choices, choose_at  two strategies that --strategy auto chooses by turns; the last rank requests a choice in these
+                        steps (optional). Each rank writes digests of its state around choices to --run-dir
     refused             exit code with which all ranks reject the training (optional)
     workload            instead of WORKLOAD (optional)
     linear, steps       instead of flags: settings for strategy_linear.py, whose report replaces the exit code
@@ -27,14 +29,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from strategy_hosts import joined, prepared_once
 from strategy_linear import trained as linear
 
 from hvdtrain.comm import lifecycle
-from hvdtrain.comm.backends.base import Rendezvous
+from hvdtrain.comm.backends.base import Rendezvous, digest
 from hvdtrain.config import workloads
-from hvdtrain.strategies import shares
+from hvdtrain.plan import choice
+from hvdtrain.strategies import CHOOSE, shares
 from hvdtrain.system.exits import Failure
+from hvdtrain.training import adaptive, profiled
+from hvdtrain.training.loop import Loop
 
 sys.path.append(str(Path(__file__).parent.parent))
 from runs import cut_off
@@ -59,6 +65,38 @@ def signalled(replica: Any, step: int | None) -> Iterator[None]:
     replica.backward = backward
 
 
+@contextlib.contextmanager
+def chosen(choices: list[str], steps: list[int], rank: int, folder: Path, *, requests: bool) -> Iterator[None]:
+    """Let --strategy auto choose these by turns, when this rank `requests` it in one of the steps."""
+    first, second = choices
+    around: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiled, "AUTO_STEPS_S", 0.1)
+        patch.setattr(profiled, "AUTO_CODING_S", 0.1)
+        patch.setattr(choice, "choose", lambda *_: choice.Chosen(second if _[4:] == (first,) else first, "forced"))
+        counted, choose = adaptive.Adaptive.add, Loop._choose
+
+        def add(self: Any, *step: Any) -> None:
+            self.steps = getattr(self, "steps", 0) + 1
+            counted(self, *step)
+
+        def asks(self: Any) -> float:
+            return CHOOSE * (requests and getattr(self, "steps", 0) in steps)
+
+        def watched(self: Any) -> None:
+            parts = (self._replica.state, self._replica.local_state)
+            before = [digest(part()) for part in parts]
+            choose(self)
+            after = [digest(part()) for part in parts]
+            around.append([before, after])
+            (folder / f"around-{rank}.json").write_text(json.dumps(around))
+
+        patch.setattr(adaptive.Adaptive, "add", add)
+        patch.setattr(adaptive.Adaptive, "request", property(asks))
+        patch.setattr(Loop, "_choose", watched)
+        yield
+
+
 def exit_code(workload: Any, run: dict[str, Any], meeting: Rendezvous, replica: Any) -> int:
     flags = run["flags"]
     if "from_step" in run and meeting.rank == 0:
@@ -66,7 +104,12 @@ def exit_code(workload: Any, run: dict[str, Any], meeting: Rendezvous, replica: 
     meeting.gather_bytes(b"the folder is there")
     sys.argv = [workload.__name__, *flags]
     step = run.get("stop_before") if meeting.rank == meeting.size - 1 else None
-    with signalled(replica, step), contextlib.redirect_stdout(io.StringIO()):
+    choosing: Any = contextlib.nullcontext()
+    if "choices" in run:
+        folder = Path(flags[flags.index("--run-dir") + 1])
+        last = meeting.rank == meeting.size - 1
+        choosing = chosen(run["choices"], run["choose_at"], meeting.rank, folder, requests=last)
+    with signalled(replica, step), choosing, contextlib.redirect_stdout(io.StringIO()):
         try:
             return workload.main(lifecycle.StopSignal())
         except Failure as failure:

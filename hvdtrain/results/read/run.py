@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import records
+from hvdtrain.plan.network import Link
 from hvdtrain.records.metrics import Score
 from hvdtrain.results import scores
 from hvdtrain.results.columns import NOT_SETTINGS, RUNS
@@ -17,7 +18,7 @@ from hvdtrain.results.read import energy, steps
 from hvdtrain.results.read.folders import Problem, exists
 from hvdtrain.results.read.values import mean, number, numbers, text
 from hvdtrain.system.exits import Failure, printable
-from hvdtrain.system.rates import goodput_both_ways
+from hvdtrain.system.rates import ring_bytes
 
 FP32_BYTES = 4
 SET_ASIDE = re.compile(r".*-r\d+-(failed|other|unfinished)\d+")
@@ -157,9 +158,12 @@ def _measured(
         what = f"has {sums.steps} of {summary.steps} steps, so times and bytes per step are ignored"
         problems.append(Problem(str(path), None, what))
         sums = steps.Sums()
+    changed = _changed_strategy(metrics, settings["strategy"])
+    if changed:  # the means describe no strategy
+        sums = steps.Sums()
     columns = _from_summary(summary, metrics.checkpoint_s) | _batch(summary, manifest)
     columns |= {"state": "complete", "resumed": metrics.resumed, "views": _views(metrics)}
-    columns |= _other_ranks(metrics, manifest)
+    columns |= changed | _other_ranks(metrics, manifest)
     columns |= _scores(summary, settings["primary_metric"], declared)
     columns |= _per_step(sums) | _network(summary, metrics, sums, manifest, settings["rate_mbit"])
     # The clocks are of the last start, the sums and the samples of all starts.
@@ -224,6 +228,16 @@ def _other_ranks(metrics: steps.RankMetrics, manifest: records.Manifest) -> dict
     return {"marked": marked, "hosts": None, "ranks": None, "ranks_per_host": None, "rank_batch": None}
 
 
+def _changed_strategy(metrics: steps.RankMetrics, first: str) -> dict[str, Any]:
+    """Marks a run whose strategy --strategy auto changed, because its times describe none of the strategies."""
+    changes, running = [], first
+    for each in metrics.choices:
+        if each.strategy != running:
+            running = each.strategy
+            changes.append(f"{running} from step {each.step}")
+    return {"marked": printable(f"its strategy changed: {first}, {', '.join(changes)}")} if changes else {}
+
+
 def _scores(summary: records.Summary, primary: str | None, declared: Mapping[str, Score]) -> dict[str, float | None]:
     """Scores of the test and of the best epoch by the primary metric (the last one if several are equal)."""
     if primary is None:  # a script without scores
@@ -272,7 +286,7 @@ def _network(
     parameters = number(manifest.model.get("parameters"))
     limit_bytes = None
     if hosts > 1 and parameters is not None and manifest.plan.get("stages", 1) == 1:  # stages send activations
-        limit_bytes = columns["limit_bytes_per_step"] = 2 * (hosts - 1) / hosts * FP32_BYTES * parameters
+        limit_bytes = columns["limit_bytes_per_step"] = ring_bytes(FP32_BYTES * int(parameters), hosts)
     # With several ranks per host, rank 0's bytes are not the host's: only exact strategies have a known limit.
     one_rank_per_host = len(manifest.ranks) <= hosts
     sent_bytes = sums.timed_bytes_sent / sums.timed if sums.timed else None
@@ -280,12 +294,12 @@ def _network(
         sent_bytes = limit_bytes if manifest.exchange.get("exact") else None
     if not rate_mbit:
         return columns
-    goodput_bit_s = goodput_both_ways(rate_mbit * 1e6)
+    link = Link.of_rate(rate_mbit * 1e6)
     if limit_bytes is not None:
-        columns["limit_s_per_step"] = limit_bytes * 8 / goodput_bit_s
+        columns["limit_s_per_step"] = link.seconds(limit_bytes, limit_bytes)
     if sent_bytes is None:
         return columns
-    limit_s = columns["strategy_limit_s_per_step"] = sent_bytes * 8 / goodput_bit_s
+    limit_s = columns["strategy_limit_s_per_step"] = link.seconds(sent_bytes, sent_bytes)
     per_step = _per_step(sums)
     exchange_s = per_step["step_s" if manifest.exchange.get("overlaps_with") else "communication_s"]
     return columns | {"network_efficiency": limit_s / exchange_s if exchange_s else None}

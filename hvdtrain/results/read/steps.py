@@ -91,6 +91,8 @@ class RankMetrics:
     """Every resume from a checkpoint"""
     views: list[records.View] = dataclasses.field(default_factory=list)
     """The members of an elastic run after each loss"""
+    choices: list[records.Chosen] = dataclasses.field(default_factory=list)
+    """Choices that count"""
     summary: records.Summary | None = None
 
 
@@ -99,7 +101,7 @@ def read(path: Path, incomplete: Callable[[int], None], declared: Mapping[str, S
 
     Raises Failure (65, 74, 77) with file:line.
     """
-    metrics = RankMetrics(Sums(), Restarts())
+    metrics, choices = RankMetrics(Sums(), Restarts()), list[tuple[int, records.Chosen]]()
     for line, record in records.read_lines(path, incomplete):
         match record:
             case records.Step() | records.Resumed():
@@ -115,6 +117,8 @@ def read(path: Path, incomplete: Callable[[int], None], declared: Mapping[str, S
                 metrics.views.append(record)
             case records.Saved():
                 metrics.checkpoint_s += record.checkpoint_s
+            case records.Chosen():
+                choices.append((line, record))
             case records.Summary():
                 metrics.summary = record
                 for by_name in (record.test_scores, *record.validation_scores):
@@ -122,6 +126,7 @@ def read(path: Path, incomplete: Callable[[int], None], declared: Mapping[str, S
             case records.Epoch():
                 for by_name in (record.train_scores, record.validation_scores):
                     scores.check(by_name, declared, f"{path}:{line}")
+    metrics.choices = [each for line, each in choices if not metrics.restarts.superseded(line, each.step - 1)]
     if metrics.restarts:
         metrics.sums, metrics.checkpoint_s = Sums(), 0.0
         for line, record in records.read_lines(path):
@@ -188,6 +193,9 @@ def timed(path: Path, started_unix_s: float) -> Iterator[tuple[float, records.Re
             case records.Epoch():
                 unix_s = max(unix_s, record.unix_s or unix_s + record.validation_s)
                 counts = not restarts.superseded(line, record.step - 1)
+            case records.Chosen():
+                unix_s += record.choice_s
+                continue
             case records.Saved():
                 unix_s += record.checkpoint_s
                 counts = not restarts.superseded(line, record.step - 1)

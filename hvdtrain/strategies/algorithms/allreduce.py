@@ -15,14 +15,15 @@ from typing import Any
 
 from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies.base import Capabilities, ReducerCost, Strategy
-from hvdtrain.strategies.cost import Cost, Layout, Shape, elements, ring, ring_bytes
+from hvdtrain.strategies.cost import Cost, Layout, Shape, elements, ring
 from hvdtrain.strategies.replicas import Exchanged, Vectors
+from hvdtrain.system.rates import ring_bytes
 
 
 class AllReduce(Strategy):
     """Gradients are summed during backward by Horovod's optimizer (PyTorch) or tape (TensorFlow)."""
 
-    capabilities = Capabilities(backend="horovod", in_backward=True, advice_level=-1)
+    capabilities = Capabilities(backend="horovod", in_backward=True)
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, reducer_cost: ReducerCost) -> Cost:

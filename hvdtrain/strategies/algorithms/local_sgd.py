@@ -82,7 +82,7 @@ class LocalSGD(Synchronous):
         staleness: int = bounded(0, least=0, example=1)
         """Steps computed during an exchange, before its result is used"""
 
-    capabilities = Capabilities(takes_reducer=True, local_updates=True, has_residual=True, elastic=True, advice_level=2)
+    capabilities = Capabilities(takes_reducer=True, local_updates=True, has_residual=True, elastic=True)
     reshard_refusal = "each rank has its own weights and momentum"
 
     def __init__(
@@ -269,7 +269,7 @@ class LocalSGD(Synchronous):
         self._in_flight.clear()
         self._drifted, self._samples, self._all_samples = (int(n) for n in state.get("round", (0, 0, 0)))
         self._tail = state.get("totals", np.zeros(1)).copy()
-        self._tail[-1] = 0  # the request to stop has been handled
+        self._tail[-1] = 0  # the requests have been handled
         if "began" in state:
             self._began, self._anchor = state["began"].copy(), state["anchor"].copy()
         for age, (due, sent) in enumerate(state.get("in_flight", ())):

@@ -24,10 +24,11 @@ from hvdtrain.config.constraints import Checked, bounded
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies.base import Capabilities, ReducerCost, Strategy
-from hvdtrain.strategies.cost import Cost, Layout, Shape, elements, ring, ring_bytes
+from hvdtrain.strategies.cost import Cost, Layout, Shape, elements, ring
 from hvdtrain.strategies.replicas import Exchanged, Vectors
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
+from hvdtrain.system.rates import ring_bytes
 
 NUMBER_BYTES = {"none": 4, "fp16": 2}
 

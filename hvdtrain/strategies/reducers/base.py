@@ -30,8 +30,6 @@ class Reducer(abc.ABC):
 
     Not possible if the reducer selects among all numbers. The arrays of its `state` must then be one-dimensional and in
     the vector's order."""
-    advice_level: ClassVar[int] = 0
-    """See `Capabilities.advice_level`"""
 
     def __init__(self, shapes: Sequence[Shape], settings: Any = None) -> None:
         """`shapes`: shapes of the arrays in the vector, in order. `settings`: an instance of `Settings`; None: the

@@ -81,7 +81,6 @@ class PowerSGD(Reducer):
 
     residual_key = "error"
     supports_buckets = True
-    advice_level = 1
 
     def __init__(self, shapes: Sequence[Shape], settings: Any = None, among: Sequence[Shape] | None = None) -> None:
         """`among`: the shapes of the whole model, if `shapes` is a bucket of it. The matrices then have the same ranks

@@ -151,4 +151,3 @@ class Int4(Int8):
     """All numbers in 4 bits, an eighth of the bytes."""
 
     bits = 4
-    advice_level = 1

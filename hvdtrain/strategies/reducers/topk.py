@@ -55,7 +55,6 @@ class TopK(Reducer):
         """Fraction of the numbers that is sent"""
 
     residual_key = "errors"
-    advice_level = 1
 
     def __init__(self, shapes: Sequence[Shape], settings: Any = None) -> None:
         super().__init__(shapes, settings)

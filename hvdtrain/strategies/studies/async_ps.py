@@ -55,7 +55,7 @@ class AsyncPS(Strategy):
         An update is scaled by its rank's share of a step's samples. With --lr-scaling linear each update has the full
         --lr, as in Downpour SGD."""
 
-    capabilities = Capabilities(backend="servers", local_updates=True, has_residual=True, advice_level=2)
+    capabilities = Capabilities(backend="servers", local_updates=True, has_residual=True)
     reshard_refusal = "the momentum of each part is on the rank that serves it"
 
     def __init__(

@@ -116,7 +116,6 @@ class OneBit(Reducer):
     """Sums of signs with error feedback in both phases."""
 
     residual_key = "errors"
-    advice_level = 1
 
     def __init__(self, shapes: Sequence[Shape], settings: Any = None) -> None:
         super().__init__(shapes, settings)

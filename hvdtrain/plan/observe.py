@@ -1,0 +1,207 @@
+"""Runs a workload, or a user's script, until `hvdtrain plan` has its profile."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hvdtrain.comm.lifecycle import StopSignal
+from hvdtrain.config import workloads
+from hvdtrain.config.options import TrainConfig
+from hvdtrain.launch.tuning import MMAP_THRESHOLD_BYTES
+from hvdtrain.plan import coding, profile
+from hvdtrain.plan.profile import Profile
+from hvdtrain.plan.steps import WARM_UP_STEPS, Script
+from hvdtrain.system import exits
+from hvdtrain.system.arguments import near
+from hvdtrain.system.exits import Failure
+from hvdtrain.training import profiled
+from hvdtrain.training.job import Job
+from hvdtrain.training.workload import Workload
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+ENVIRONMENT = {
+    "HVDTRAIN_RECORD": "0",
+    **dict.fromkeys(("RANK", "LOCAL_RANK"), "0"),
+    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
+}
+"""What a script sees that was written for torchrun, as its only rank"""
+
+
+class Profiler(profiled.Observer):
+    """Profiles a model for some batches and reducers, and ends the workload or the script."""
+
+    def __init__(self, options: Any, counts: Sequence[int], names: Sequence[str]) -> None:
+        """`counts`: numbers of hosts. `names`: reducers."""
+        self._options, self._counts, self._names = options, counts, names
+        self._is_script = is_script(options.workload)
+        self.profile: Profile | None = None
+        self.config: TrainConfig | None = None
+        self.notes: list[str] = []
+
+    def described(self, workload: Workload) -> None:
+        self.config = self._with_batch(workload.config)
+
+    def modelled(self, job: Job, model: profiled.Maker) -> None:
+        ranks = self._options.ranks_per_host
+        config, key = self._with_batch(job.run.config), profiled.key(job)
+        batches = [global_batch(config, count * ranks) // (count * ranks) for count in {1, *self._counts}]
+        sizes = profile.sizes_of(batches, len(job.dataset.train))
+        kept = None if self._options.fresh or self._is_script else profile.cached(key)
+        if kept is None or kept.points[0].batch > min(sizes) or kept.points[-1].batch < max(sizes):
+            print(f"profiling {job.workload.model.title} with {sizes} samples per step", file=sys.stderr, flush=True)
+            keep_heap()
+            kept = profiled.measured(job, model, sizes, self._names, profile.STEPS_S, profile.CODING_S)
+            self._keep(kept, key)
+        elif missing := [name for name in self._names if name not in kept.coding_s]:
+            kept = profile.with_coding(kept, coding.measure(missing, kept.shapes, profile.CODING_S, job.threads))
+            self._keep(kept, key)
+        if kept.noise_scale is None and global_batch(config, 1) != global_batch(config, 2):
+            kept = msgspec.structs.replace(kept, noise_scale=profiled.noise_scale(job, model))
+            self._keep(kept, key)
+        self.profile = kept
+        raise profiled.Done
+
+    def _keep(self, made: Profile, key: Mapping[str, Any]) -> None:
+        """Keep the profile of a workload; a script may change."""
+        if not self._is_script:
+            profile.keep(made, key)
+
+    def stepped(self, script: Script) -> None:
+        if self.profile is None and script.steps.are_enough:
+            self._take(script)
+        self._script = script
+        if self.profile is not None:
+            raise profiled.Done
+
+    _script: Script | None = None
+    """The steps of a script that may end before they are enough"""
+
+    def ended(self) -> None:
+        """The script has ended on its own."""
+        if self.profile is None and self._script is not None:
+            self._take(self._script)
+
+    def _take(self, script: Script) -> None:
+        made = script.profiled()
+        batch = made.points[0].batch
+        self.config = self._with_batch(TrainConfig(framework=script.framework, batch_size=batch))  # type: ignore[arg-type]
+        self.profile = profile.with_coding(
+            made, coding.measure(self._names, made.shapes, profile.CODING_S, made.threads)
+        )
+        self.notes = [
+            f"profiled in {script.steps.timed} steps of {made.workload} with its {batch} samples per rank; computation "
+            "is taken to be proportional to the batch"
+        ]
+
+    def _with_batch(self, config: TrainConfig) -> TrainConfig:
+        """Return the config with the plan's --global-batch-size, which a script does not know."""
+        size = self._options.global_batch_size
+        return dataclasses.replace(config, global_batch_size=size, batch_size=None) if size else config
+
+
+def keep_heap() -> None:
+    """Keep freed memory in the heap, as launch/*.sh make glibc do for ranks, which makes steps faster."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        for parameter, value in ((M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES), (M_TRIM_THRESHOLD, 2**31 - 1)):
+            libc.mallopt(parameter, value)
+
+
+def global_batch(config: TrainConfig, ranks: int) -> int:
+    return config.global_batch_size or (config.batch_size or 32) * ranks
+
+
+def is_script(name: str) -> bool:
+    """Whether a plan's argument names a file and not a workload."""
+    return name not in workloads.known() and (name.endswith(".py") or Path(name).is_file())
+
+
+def workload(name: str, flags: Sequence[str], observer: profiled.Observer) -> None:
+    """Run a workload until the observer has seen enough. Raises Failure (2, 65, 78) as the workload does."""
+    if name not in workloads.known():
+        known = ", ".join(workloads.known())
+        raise Failure(
+            f"unknown workload {name!r}{near(name, workloads.known())} (known: {known}); hint: for a script, name the "
+            "file, without a launcher: hvdtrain plan train.py",
+            exits.USAGE,
+        )
+    module = workloads.module(name)
+    with _arguments(str(module.__file__), flags):
+        stop = StopSignal()
+        try:
+            with profiled.observing(observer), contextlib.redirect_stdout(sys.stderr):
+                module.main(stop)
+                raise Failure(f"{name} made no model; hint: leave out --dry-run and --strategy help", exits.USAGE)
+        finally:
+            stop.restore()
+
+
+def script(path: Path, flags: Sequence[str], profiler: Profiler) -> None:
+    """Run a script as the only rank until it is profiled. Raises Failure (1, 2, 78) if it fails, or makes no steps."""
+    if not path.is_file():
+        raise Failure(f"{path}: no such script; hint: name a file, or a workload (see --help)", exits.USAGE)
+    keep_heap()
+    before = dict(os.environ)
+    print(f"running {path} until it is profiled", file=sys.stderr, flush=True)
+    try:
+        os.environ |= {**ENVIRONMENT, "HVDTRAIN_STRATEGY": "hierarchical"}
+        with _arguments(str(path), flags), contextlib.redirect_stdout(sys.stderr):
+            with profiled.observing(profiler):
+                _run(path)
+            profiler.ended()
+    except Failure:
+        if profiler.profile is None:  # otherwise the script reports how it was ended
+            raise
+    finally:
+        os.environ.clear()
+        os.environ |= before
+    if profiler.profile is None:
+        raise Failure(
+            f"{path} ended without hvdtrain.train, and before an optimizer of hvdtrain.torch made {WARM_UP_STEPS + 1} "
+            "steps; hint: use hvd.DistributedOptimizer of hvdtrain.torch",
+            exits.USAGE,
+        )
+
+
+def _run(path: Path) -> None:
+    """Run a script like `python PATH`. Raises Failure (1) if it fails."""
+    sys.path.insert(0, str(path.resolve().parent))
+    problem: BaseException
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+        return
+    except Failure:
+        raise
+    except SystemExit as ended:
+        if ended.code in (None, 0):
+            return
+        problem, reason = ended, f"it ended with exit code {ended.code}"
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        message = exits.printable(str(error).partition("\n")[0])
+        problem, reason = error, f"line {lines[-1] if lines else 1}: {type(error).__name__}: {message}"
+    finally:
+        sys.path.pop(0)
+    hint = f"try `python {path}` without plan; options of plan itself are in --help"
+    raise Failure(f"{path} failed, {reason}; hint: {hint}", exits.FAILED) from problem
+
+
+@contextlib.contextmanager
+def _arguments(program: str, flags: Sequence[str]) -> Iterator[None]:
+    before = sys.argv
+    sys.argv = [program, *flags]
+    try:
+        yield
+    finally:
+        sys.argv = before

@@ -1,0 +1,297 @@
+"""Optimizers that exchange gradients or weights by a strategy; see `DistributedOptimizer`."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import warnings
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdtrain.horovod_api import job
+from hvdtrain.observe.timing import Clock
+from hvdtrain.strategies import Exchange, Strategy, automatic
+from hvdtrain.torch import api as horovod
+from hvdtrain.torch.api import Average, Sum
+from hvdtrain.torch.recorded import learning_rate
+from hvdtrain.torch.vectors import Parameters, has_unknown_gradients, unscale
+
+STATE = "exchange"
+"""The key of the strategy's state in a state_dict"""
+
+
+class Exchanging(torch.optim.Optimizer):
+    """Base class that makes an optimizer's steps exchange."""
+
+    _step_supports_amp_scaling = True
+    """Makes GradScaler call `step` even if this rank's gradients are not finite, because other ranks wait for it"""
+    exchanging = True
+    """Whether steps exchange. Otherwise they are the wrapped optimizer's steps."""
+
+    def _connect(
+        self, exchange: Exchange, named: dict[str, torch.nn.Parameter], *, average: bool, sparse_as_dense: bool
+    ) -> None:
+        """Collective."""
+        self._named = named
+        self._parameter_names = {parameter: name for name, parameter in named.items()}  # Horovod's attribute
+        self._mean, self._sparse_as_dense = average, sparse_as_dense
+        self._use(exchange, set())
+        shapes = {name: list(parameter.shape) for name, parameter in named.items()}
+        digests = self._world.gather(hashlib.sha256(json.dumps(shapes).encode()).hexdigest())
+        for rank, digest in enumerate(digests):
+            if digest != digests[0]:
+                raise ValueError(
+                    f"rank {rank} trains parameters of other names or shapes than rank 0; hint: build the same model"
+                )
+        self._clock, self._waited_s = Clock(), 0.0
+        self._recorded = job.recorder(
+            exchange,
+            self._world,
+            shapes=list(shapes.values()),
+            device=str(next(iter(named.values())).device),
+            threads=torch.get_num_threads(),
+        )
+        self._should_synchronize = True
+        self._synchronized = self._compared = False
+        self._loaded: dict[str, Any] | None = None
+        """The exchange's state that `load_state_dict` received, until `share_loaded_state`"""
+        self._deferred: bool | None = None
+        """Whether `synchronize` left an update to the next `step`; None: updates are made at once"""
+        self._found_inf: bool | None = None
+        """Whether GradScaler found that this rank's gradients are not finite; None without a GradScaler"""
+
+    def _use(self, exchange: Exchange, sparse: set[str]) -> None:
+        """Exchange by this strategy from now on; see `_make`. Collective."""
+        self._exchange, self._exchange_name = exchange, str(exchange)
+        self._local = exchange.capabilities.local_updates
+        self._average = self._mean and not self._local
+        self._make(sparse)
+
+    def _make(self, sparse: set[str]) -> None:
+        """Make the strategy. It does not exchange `sparse` parameters, whose gradients travel as rows. Collective."""
+        dense = {name: parameter for name, parameter in self._named.items() if name not in sparse}
+        self._sparse = {name: parameter for name, parameter in self._named.items() if name in sparse}
+        shapes = [tuple(parameter.shape) for parameter in dense.values()]
+        self._strategy, self._world = job.job().strategy(self._exchange, shapes)
+        size, careful = self._world.size, self._exchange.capabilities.has_residual
+        self._parameters = Parameters(dense, self._update, ranks=size, divided=self._average, careful=careful)
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Any = None) -> Any:
+        """Exchange, then make the wrapped optimizer's step. Collective."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self.exchanging or not (self._should_synchronize or self._synchronized or self._local):
+            super().step()
+            return loss
+        if self._synchronized and self._should_synchronize:
+            warnings.warn(
+                "optimizer.step() was called after optimizer.synchronize() without optimizer.skip_synchronize(); the "
+                "gradients are not exchanged again",
+                stacklevel=2,
+            )
+        with self._grad_scaler():
+            if not self._synchronized or self._local:
+                self._run_exchange()
+            elif self._deferred:
+                self._deferred = None
+                self._update()
+        self._synchronized, self._deferred = False, None
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined] # the wrapped class's step calls the hooks
+
+    def synchronize(self) -> None:
+        """Exchange the gradients now, for example to clip them before a `step` in `skip_synchronize`. Collective.
+
+        Does nothing with a strategy whose ranks update with their own gradients.
+        """
+        self._synchronized = True
+        if not self._local:
+            self._deferred = False
+            self._run_exchange()
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Make steps use the gradients that `synchronize` left, or else this rank's own."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def synchronize_weights(self) -> None:
+        """Give all ranks the same weights, before an evaluation or a checkpoint. Collective."""
+        if self._local and not self._compared:
+            self.share_loaded_state()
+        sent_bytes = self._strategy.synchronize(self._parameters, self._clock).sent_bytes
+        if self._recorded is not None:
+            local_sent_bytes = self._world.take_local_sent_bytes()
+            self._recorded.exchanged(self._clock.take("communication"), sent_bytes, local_sent_bytes)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Do nothing: a step exchanges all gradients that have been accumulated."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ValueError("the strategy needs all parameters; hint: add groups before DistributedOptimizer")
+
+    def _run_exchange(self) -> None:
+        if has_unknown_gradients(self.param_groups, self._named):
+            raise ValueError(
+                "a parameter that was frozen when DistributedOptimizer was called has a gradient; "
+                "hint: wrap the optimizer again"
+            )
+        if not self._compared:
+            self.share_loaded_state()
+        if not self._compared:
+            self._compare()
+        with self._clock.span("communication"):
+            self._exchange_rows()
+        sent_bytes = self._strategy.step(self._parameters, 0.0, self._clock).sent_bytes
+        self._waited_s = self._clock.take("communication")
+        if self._recorded is not None:
+            self._recorded.done(
+                lr=learning_rate(self),
+                exchange_s=self._waited_s,
+                sent_bytes=sent_bytes,
+                local_sent_bytes=self._world.take_local_sent_bytes(),
+            )
+
+    def _update(self) -> None:
+        """Make the wrapped optimizer's step.
+
+        After `synchronize` this is left to `step`. With a GradScaler, infinite gradients are skipped.
+        """
+        if self._deferred is False:
+            self._deferred = True
+        elif self._found_inf is None or not self._parameters.lost():
+            super().step()
+
+    @contextlib.contextmanager
+    def _grad_scaler(self) -> Iterator[None]:
+        """Undo GradScaler's scale, which it leaves as attributes, so that the wrapped optimizer does not see it."""
+        attributes: dict[str, Any] = {
+            name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__
+        }
+        self._found_inf = bool(attributes["found_inf"]) if attributes else None
+        self._parameters.not_finite = bool(self._found_inf)
+        if attributes.get("grad_scale") is not None:
+            unscale([each.grad for each in self._named.values() if each.grad is not None], attributes["grad_scale"])
+        try:
+            yield
+        finally:
+            self.__dict__.update(attributes)
+            self._found_inf, self._parameters.not_finite = None, False
+
+    def _compare(self) -> None:
+        """Before the first exchange, compare the ranks' weights or find out which gradients are sparse."""
+        if self._local:
+            self._check_weights()
+        elif not self._sparse_as_dense:
+            own = [name for name, each in self._named.items() if each.grad is not None and each.grad.is_sparse]
+            sparse = {name for names in self._world.gather(own) for name in names}
+            if sparse != set(self._sparse):
+                self._make(sparse)
+        self._compared = True
+
+    def _check_weights(self) -> None:
+        """Raise ValueError if the ranks' weights differ. Collective."""
+        hint = "call hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
+        job.check_beginning(self._world, zlib.crc32(self._parameters.weights()), hint)
+
+    def _exchange_rows(self) -> None:
+        """Concatenate all ranks' rows of sparse gradients, as Horovod does."""
+        op, handles = Average if self._average else Sum, []
+        for name, parameter in self._sparse.items():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            rows = gradient if gradient.is_sparse else gradient.to_sparse(1)
+            handles.append(horovod.sparse_allreduce_async(rows, name=f"rows.{name}", op=op))
+        for parameter, handle in zip(self._sparse.values(), handles, strict=True):
+            parameter.grad = handle()
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    def share_loaded_state(self) -> None:
+        """Continue from the state that `load_state_dict` received. Collective.
+
+        Ranks that loaded none continue from the first rank that did: in Horovod's examples only rank 0 loads.
+        """
+        self._strategy.state()  # waits for exchanges under way
+        ranks_with_state = self._world.gather(self._loaded is not None)
+        if not any(ranks_with_state):
+            return
+        loaded, self._loaded = self._loaded, None
+        if not all(ranks_with_state):
+            first = horovod.broadcast_object(loaded, root_rank=ranks_with_state.index(True), name="exchange")
+            loaded = loaded or self._checked(first)
+        assert loaded is not None
+        self._resume(loaded["strategy"])
+        if set(loaded["sparse"]) != set(self._sparse):
+            self._make(set(loaded["sparse"]))
+        arrays = {name: np.array(array.cpu()) for name, array in loaded["arrays"].items()}
+        self._strategy.load(arrays if self._is_own(loaded) else self._strategy.reshard_state([arrays]))
+        self._compared = not self._local or not loaded["in_sync"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state, and this rank's state of the exchange under "exchange"."""
+        state = self._exchange_state(self._strategy) if self._loaded is None else self._loaded
+        return super().state_dict() | {STATE: state}
+
+    def _exchange_state(self, strategy: Strategy) -> dict[str, Any]:
+        return {
+            "strategy": self._exchange_name,
+            "rank": self._world.rank,
+            "size": self._world.size,
+            "sparse": list(self._sparse),
+            "in_sync": strategy.in_sync,
+            "arrays": {name: torch.from_numpy(np.array(array)) for name, array in strategy.state().items()},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, so that training continues bit for bit if this rank saved it.
+
+        With another rank's state, such as one file for all ranks, the strategy resumes as far as it can
+        (docs/guides/horovod-script.md).
+        Without a state of the exchange, or if `auto` had not chosen yet, it starts again. Raises ValueError for the
+        state of another strategy, or one that only the rank that saved it can load.
+        """
+        if STATE in state_dict and state_dict[STATE]["strategy"] != automatic.NAME:
+            loaded = self._checked(state_dict[STATE])
+        else:
+            shapes = [tuple(parameter.shape) for name, parameter in self._named.items() if name not in self._sparse]
+            loaded = self._exchange_state(job.fresh(self._exchange, self._world, shapes))
+        super().load_state_dict(state_dict)
+        self._synchronized, self._deferred = False, None
+        self._loaded, self._compared = loaded, False
+
+    def _accepts(self, strategy: str) -> bool:
+        """Whether the state of this strategy can be loaded."""
+        return strategy == self._exchange_name
+
+    def _resume(self, strategy: str) -> None:
+        """The ranks continue from the state of this strategy, which `_accepts` has accepted. Collective."""
+
+    def _is_own(self, state: dict[str, Any]) -> bool:
+        return (state["rank"], state["size"]) == (self._world.rank, self._world.size)
+
+    def _checked(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the exchange's state. Raises ValueError if this rank cannot load it."""
+        problem = ""
+        if not self._accepts(state["strategy"]):
+            problem = f"strategy {state['strategy']} saved it, but this optimizer has {self._exchange_name}"
+        elif not self._is_own(state) and not state["in_sync"]:
+            problem = (
+                f"rank {state['rank']} of {state['size']} saved it while the ranks' weights differed; "
+                "hint: save on each rank, or after optimizer.synchronize_weights()"
+            )
+        if problem:
+            raise ValueError(f"this state_dict cannot be loaded: {problem}")
+        return state

@@ -1,0 +1,149 @@
+"""Chooses the strategy of a run with `--strategy auto` again when its steps take another time than before.
+
+Each rank compares its recent steps with the level that it recorded after the last choice. The level is measured in the
+run itself, because a prediction may be wrong by 10 %. A rank whose steps have departed for 20 steps adds a request to
+the tail of its gradients, as a request to stop does. All ranks read the sum in the same step, synchronize, measure the
+links, and rank 0 chooses. If another strategy is clearly faster, all ranks change to it. If not, the recent level
+becomes the usual one, so that the same change is not examined twice.
+
+Weights and running statistics stay as they are. So does the optimizer's state, with one exception: after local steps
+each rank has its own, and a strategy without local steps starts from their mean. The residual of a lossy reducer is
+dropped, because a residual of gradients is not one of weight changes.
+"""
+
+from __future__ import annotations
+
+import collections
+import statistics
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+
+from hvdtrain import records
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.frameworks import Replica
+from hvdtrain.plan import choice
+from hvdtrain.plan.profile import Profile
+from hvdtrain.strategies import CHOOSE, automatic
+
+if TYPE_CHECKING:
+    from hvdtrain.training.job import Job
+
+GROUP, GROUPS = 4, 5
+"""Steps in a group, and groups. Local steps repeat every two or four, so the means of groups are comparable"""
+DEPARTURE = 0.15
+"""Relative difference that every group must have from the usual level"""
+MOST, PERIOD_S = 10, 3600.0
+"""Choices in an hour. One takes about two seconds, so they take less than 1 % of it"""
+
+
+class Level(NamedTuple):
+    """Mean times of a rank's steps."""
+
+    step_s: float
+    compute_s: float
+
+
+class Pace:
+    """The recent steps of a rank, compared with its usual level."""
+
+    def __init__(self) -> None:
+        self.usual: Level | None = None
+        """None until it is known"""
+        self._group: list[Level] = []
+        self._groups: collections.deque[Level] = collections.deque(maxlen=GROUPS)
+
+    def add(self, step_s: float, compute_s: float) -> None:
+        self._group.append(Level(step_s, compute_s))
+        if len(self._group) == GROUP:
+            self._groups.append(Level(*map(statistics.mean, zip(*self._group, strict=True))))
+            self._group = []
+        if self.usual is None and len(self._groups) == GROUPS:
+            self.settle()
+
+    def recent(self) -> Level | None:
+        """Return the medians over the groups, which a few slow steps do not move; None without a group."""
+        return Level(*map(statistics.median, zip(*self._groups, strict=True))) if self._groups else None
+
+    def settle(self) -> None:
+        """Take the recent level as the usual one."""
+        self.usual = self.recent()
+        self.clear()
+
+    def clear(self) -> None:
+        self._group = []
+        self._groups.clear()
+
+    def departed(self) -> bool:
+        """Whether all recent steps, in groups, were slower than usual, or all faster."""
+        if self.usual is None or len(self._groups) < GROUPS:
+            return False
+        ratios = [each.step_s / self.usual.step_s for each in self._groups]
+        return min(ratios) > 1 + DEPARTURE or max(ratios) < 1 / (1 + DEPARTURE)
+
+
+class Adaptive:
+    """Watches the pace of a run on several hosts whose strategy was chosen from `job.profile`."""
+
+    def __init__(self, job: Job) -> None:
+        rule = automatic.rule(job.auto or "")
+        assert rule is not None and job.profile is not None
+        self._exchanges = choice.candidates(rule, job.run.config)
+        self._profile, self._ranks, self._global_batch = job.profile, job.ranks, job.run.plan.global_batch
+        self._pace = Pace()
+        self._chosen_at: collections.deque[float] = collections.deque(maxlen=MOST)
+
+    def add(self, step: records.Step, seconds: float) -> None:
+        """Add a step of this rank that took `seconds`."""
+        if not step.warmup:
+            self._pace.add(seconds, step.compute_s)
+
+    @property
+    def request(self) -> float:
+        """This rank's request for the next step: `CHOOSE` or 0."""
+        many = len(self._chosen_at) == MOST and time.monotonic() - self._chosen_at[0] < PERIOD_S
+        return CHOOSE if self._pace.departed() and not many else 0.0
+
+    def again(self, current: str) -> choice.Chosen:
+        """Measure the links and return the strategy to continue with. Collective, while nothing is exchanged.
+
+        The profile's times change by the factor by which this rank's computation changed since the last choice.
+        """
+        self._chosen_at.append(time.monotonic())
+        self._ranks.measure_links()
+        usual, recent = self._pace.usual, self._pace.recent()
+        if usual and recent and usual.compute_s:
+            self._profile = slowed(self._profile, recent.compute_s / usual.compute_s)
+        chosen = choice.choose(self._profile, self._ranks, self._exchanges, self._global_batch, current)
+        if chosen.strategy == current:
+            self._pace.settle()
+        else:
+            self._pace = Pace()
+        times = f"steps took {recent.step_s:.3g} s instead of {usual.step_s:.3g} s; " if usual and recent else ""
+        return chosen._replace(reason=times + chosen.reason)
+
+
+def slowed(profile: Profile, factor: float) -> Profile:
+    """Return the profile of a host that computes `factor` times as long."""
+    points = [
+        msgspec.structs.replace(each, backward_s=each.backward_s * factor, update_s=each.update_s * factor)
+        for each in profile.points
+    ]
+    return msgspec.structs.replace(profile, points=points)
+
+
+def average_optimizer(replica: Replica, ranks: Communicator) -> None:
+    """Give all ranks the mean of their optimizers' states, which differ after local steps. Collective."""
+    state = replica.state()
+    own = {name: array for name, array in state.items() if not name.startswith(("parameter.", "average."))}
+    if not own:
+        return
+    total = ranks.sum(np.concatenate([array.reshape(-1) for array in own.values()], dtype=np.float32), "optimizer")
+    parts = np.split(total / np.float32(ranks.size), np.cumsum([array.size for array in own.values()])[:-1])
+    means = {
+        name: part.reshape(array.shape).astype(array.dtype)
+        for (name, array), part in zip(own.items(), parts, strict=True)
+    }
+    replica.load(state | means)

@@ -1,0 +1,121 @@
+"""Check `strategy="auto"` of hvdtrain.torch.DistributedOptimizer; rank 0 prints what was chosen.
+
+Every check raises if it fails. Each rank has its own loopback address and host name, so that the ranks are several
+hosts. Nothing limits loopback, so a slow link is assumed where a choice other than exact sums is needed.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import socket
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+import hvdtrain.torch as hvd
+from hvdtrain.comm import world
+from hvdtrain.comm.backends.base import Endpoint
+from hvdtrain.comm.launch_env import launch_env
+from hvdtrain.plan import choice
+from hvdtrain.plan.network import Link
+
+launched, host = world.RankGroup.launched, f"host{launch_env().rank}"
+world.RankGroup.launched = classmethod(
+    lambda cls, env, *limit: dataclasses.replace(
+        launched(env, *limit), endpoint=Endpoint(f"127.0.0.{1 + env.rank}", "lo", True)
+    )
+)
+STEPS = 24
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(
+        torch.nn.Linear(40, 90), torch.nn.ReLU(), torch.nn.Linear(90, 90), torch.nn.Linear(90, 3)
+    )
+
+
+def flat(net: torch.nn.Module) -> np.ndarray:
+    return torch.cat([p.detach().reshape(-1) for p in net.parameters()]).numpy().copy()
+
+
+def wrapped(net: torch.nn.Module, strategy: str) -> Any:
+    return hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9), strategy=strategy)
+
+
+def train(net: torch.nn.Module, optimizer: Any, steps: Iterable[int]) -> int | None:
+    """Train, and return the first step after the choice."""
+    chosen_at = None
+    for step in steps:
+        draw = torch.Generator().manual_seed(100 * step + hvd.rank())
+        x, y = torch.randn(16, 40, generator=draw), torch.randint(0, 3, (16,), generator=draw)
+        optimizer.zero_grad()
+        cross_entropy(net(x), y).backward()
+        optimizer.step()
+        if chosen_at is None and not optimizer.state_dict()["exchange"]["strategy"].startswith("auto"):
+            chosen_at = step + 1
+    return chosen_at
+
+
+def without_exchange(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name != "exchange"}
+
+
+def exact_sums_stay() -> None:
+    ends = []
+    for strategy in ("auto:exact", "hierarchical"):
+        net = model()
+        train(net, wrapped(net, strategy), range(STEPS))
+        ends.append(flat(net))
+    assert np.array_equal(*ends), "auto:exact differs from exact sums"
+
+
+def equals_naming_the_strategy(rule: str) -> str:
+    """Training is exact until the choice; from then on it equals the chosen strategy. A resumed run keeps it."""
+    net = model()
+    optimizer = wrapped(net, rule)
+    assert train(net, optimizer, range(2)) is None
+    early = copy.deepcopy(optimizer.state_dict())  # steps change the momentum in place
+    chosen_at = train(net, optimizer, range(2, STEPS))
+    assert chosen_at is not None
+    weights, state = copy.deepcopy([net.state_dict(), optimizer.state_dict()])
+    chosen = state["exchange"]["strategy"]
+    assert len(set(hvd.allgather_object((chosen, chosen_at)))) == 1, "the ranks chose differently"
+
+    named = model()
+    exact = wrapped(named, "hierarchical")
+    train(named, exact, range(chosen_at))
+    rest = wrapped(named, chosen)
+    rest.load_state_dict(without_exchange(exact.state_dict()))
+    train(named, rest, range(chosen_at, STEPS))
+    assert np.array_equal(flat(net), flat(named)), f"{rule} differs from {chosen}, named from step {chosen_at}"
+
+    resumed = model()
+    resumed.load_state_dict(weights)
+    again = wrapped(resumed, rule)
+    again.load_state_dict(state)
+    train(resumed, again, range(STEPS, STEPS + 3))
+    assert again.state_dict()["exchange"]["strategy"] == chosen
+    train(net, optimizer, range(STEPS, STEPS + 3))
+    assert np.array_equal(flat(net), flat(resumed)), "the resumed run differs"
+    optimizer.synchronize_weights()
+    assert len(set(hvd.allgather_object(flat(net).tobytes()))) == 1, "the ranks' weights differ"
+
+    other = wrapped(model(), rule)
+    other.load_state_dict(early)
+    assert other.state_dict()["exchange"]["strategy"] == "auto", "it has not chosen yet"
+    return chosen
+
+
+hvd.init()
+socket.gethostname = lambda: host
+exact_sums_stay()
+choice.FAST_LINK = Link.of_rate(2e5)
+found = [equals_naming_the_strategy(rule) for rule in ("auto", "auto:within=0.2")]
+if hvd.rank() == 0:
+    print(json.dumps({"chosen": found}))

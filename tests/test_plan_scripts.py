@@ -1,0 +1,91 @@
+"""`hvdtrain plan` of users' own scripts, and `auto` in the drop-in modules and in hvdtrain.train."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import PROGRAMS, document, fails, launch
+
+from hvdtrain import cli
+from hvdtrain.horovod_api import job
+from hvdtrain.strategies import parse
+from hvdtrain.strategies.cost import Layout
+
+
+def plan(script: Path, *words: str) -> Any:
+    strategies = ["--strategy", "hierarchical", "--strategy", "allreduce", "--strategy", "native"]
+    return document(launch(0, ["-m", "hvdtrain.cli", "plan", str(script), *words, *strategies, "--json"]))
+
+
+def test_a_plan_times_the_steps_of_a_script_and_changes_nothing(tmp_path: Path) -> None:
+    planned, alone = tmp_path / "planned", tmp_path / "alone"
+    for folder in (planned, alone):
+        folder.mkdir()
+    found = plan(PROGRAMS / "planned.py", str(planned), "--hosts", "1,2", "--rates", "1mbit", "--width", "310")
+    assert launch(0, [str(PROGRAMS / "planned.py"), str(alone), "--width", "310"]).returncode == 0
+    seen, whole = (json.loads((folder / "seen.json").read_text()) for folder in (planned, alone))
+    assert whole["steps"] == 40 > seen["steps"], "the plan ends the script"
+    assert found["shapes"] == seen["shapes"] == whole["shapes"] and found["shapes"][0] == [310, 20]
+    weights = [torch.load(folder / "weights.pt", weights_only=True) for folder in (planned, alone)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1]), "weights differ"
+    one = found["one_host"]
+    assert one["global_batch"] == 24 and one["epoch_s"] is None
+    assert 0.5 * seen["step_s"] < one["step_s"] < 2 * seen["step_s"], "both timed the same steps"
+    assert list(found["refused"]) == ["native"], "scripts cannot use it"
+    after, during = found["networks"][0]["hosts"][-1]["predictions"]
+    sent = parse("hierarchical").cost(found["shapes"], Layout(ranks=2, hosts=2), buckets=False).sent_bytes
+    assert after["sent_bytes"] == sent
+    assert after["waiting_s"] > during["waiting_s"], "Horovod sends during backward, a strategy after it"
+
+
+def test_a_plan_of_hvdtrain_train_profiles_several_batches(tmp_path: Path) -> None:
+    words = ["torch", str(tmp_path), "--hosts", "2", "--rates", "1gbit", "--global-batch-size", "32"]
+    found = plan(PROGRAMS / "own_train.py", *words)
+    assert found["shapes"] == [[24, 64], [24], [10, 24], [10]]
+    assert found["one_host"]["global_batch"] == 32 and found["one_host"]["epoch_s"] > 0
+    assert not list(tmp_path.iterdir()), "the script does not get to its end"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "words"),
+    [
+        (None, 2, "no such script"),
+        ("print(1)", 2, "hvd.DistributedOptimizer"),
+        ("import sys\nfor i in range(2):\n    1 / 0", 1, "line 3: ZeroDivisionError"),
+        ("raise SystemExit(3)", 1, "exit code 3"),
+        ("import argparse\nargparse.ArgumentParser().parse_args()", 1, "exit code 2"),
+    ],
+)
+def test_scripts_that_cannot_be_planned_are_one_line(text: str | None, code: int, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    if text is not None:
+        path.write_text(text)
+    fails(lambda: cli.command(["plan", str(path), "--lr", "1"]), code, "script.py", words)
+    fails(lambda: cli.command(["plan", "mpirun"]), 2, "without a launcher")
+
+
+def test_tensorflow_optimizers_refuse_auto() -> None:
+    fails(lambda: job.wanted("auto:exact"), 78, "TensorFlow's optimizers", "or use hvdtrain.train")
+
+
+def test_auto_in_a_script_equals_the_strategy_that_all_ranks_choose() -> None:
+    """The program compares, and raises if a check fails."""
+    done = launch(2, [str(PROGRAMS / "own_auto.py")], "torchrun")
+    assert all(name != "hierarchical" for name in document(done)["chosen"])
+    assert done.stderr.count("per step predicted") == 3, "one line for each choice"
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_auto_of_exact_sums_in_hvdtrain_train_equals_exact_sums(framework: str, tmp_path: Path) -> None:
+    pytest.importorskip("keras" if framework == "tensorflow" else "torch")
+    program = str(PROGRAMS / "own_train_auto.py")
+    done = launch(2, [program, framework, str(tmp_path)], "torchrun")
+    assert document(done)["framework"] == framework
+    for strategy in ("auto:exact", "hierarchical"):
+        manifest = json.loads((tmp_path / strategy / "manifest.json").read_text())
+        assert manifest["config"]["strategy"] == "hierarchical"
+        assert ("chosen" in manifest["exchange"]) == (strategy != "hierarchical")

@@ -31,6 +31,7 @@ from hvdtrain.frameworks import Replica
 from hvdtrain.observe.progress import Progress
 from hvdtrain.observe.timing import WARMUP_STEPS, Clock, Spent, process_age_s, step_shares
 from hvdtrain.strategies import STOP, parse
+from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import consistency, elastic, observers, snapshot
 from hvdtrain.training.adaptive import Adaptive, average_optimizer

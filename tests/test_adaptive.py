@@ -121,7 +121,7 @@ def test_a_link_that_becomes_slow_makes_all_ranks_choose_in_the_same_step(cluste
         _, output = running.communicate(timeout=LIMIT_S)
     finally:
         running.kill()
-        finished([*throttle, "off", "--name", cluster.name])
+        assert finished([*throttle, "clear", "--name", cluster.name]).returncode == 0
     assert running.returncode == 0, output
     ranks = [read_run(folder, rank) for rank in (0, 1)]
     choices = ranks[0]["chosen"]

@@ -433,10 +433,18 @@ def test_a_larger_batch_needs_more_epochs() -> None:
     assert learning.epochs_factor(128, 128, (10.0, None)) == (1.0, 1.0)
     least, most = learning.epochs_factor(128, 32, (32.0, None))
     assert (least, most) == (1.0, pytest.approx(2.5))
-    one = prediction.predict(made(noise_scale=(32.0, None)), parse("hierarchical"), hosts(FAST), 32)
-    four = prediction.predict(made(noise_scale=(32.0, None)), parse("hierarchical"), hosts(*[FAST] * 4), 128)
-    speedup = four.speedup(one)
-    assert four.speedup_to_target(one) == (pytest.approx(speedup / 2.5), pytest.approx(speedup))
+
+    def speedups(scale: float) -> tuple[float, float]:
+        using = made(noise_scale=(scale, None))
+        one, four = (
+            prediction.predict(using, parse("hierarchical"), hosts(*[FAST] * count), 32 * count) for count in (1, 4)
+        )
+        found = four.speedup_to_target(one)
+        assert found
+        return found
+
+    slowest, fastest = speedups(1e12)
+    assert speedups(32.0) == (pytest.approx(slowest / 2.5), pytest.approx(fastest))
 
 
 def test_a_strategy_that_cannot_run_is_not_predicted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,30 +101,32 @@ def open_streams(
     targets: Iterable[int],
     listener: socket.socket | None,
     expected: Collection[int],
-    patience_s: float = PATIENCE_S,
+    patience_s: float | None = None,
 ) -> tuple[dict[int, Stream], dict[int, Stream]]:
     """Streams to the `targets`, which accept, and streams from the `expected` ranks, which connect to the listener.
 
-    Raises Failure (69) if a target cannot be reached or an expected rank does not connect.
+    `patience_s`: None for PATIENCE_S. Raises Failure (69) if a target cannot be reached or an expected rank does not
+    connect.
     """
+    limit_s = patience_s or PATIENCE_S
     sockets: dict[int, socket.socket] = {}
 
     def accept() -> None:
         with contextlib.suppress(OSError, ValueError):  # the main thread failed to connect and closed the listener
             if listener is not None:
-                sockets.update(auth.accept(listener, me, set(expected), patience_s))
+                sockets.update(auth.accept(listener, me, set(expected), limit_s))
 
     accepting = threading.Thread(target=accept, daemon=True)  # two ranks may each wait for the other to accept
     accepting.start()
     machine = ranks[me.number].machine
     connected = {
-        rank: Stream(_connect(ranks[rank], me, rank, patience_s), rank, local=ranks[rank].machine == machine)
+        rank: Stream(_connect(ranks[rank], me, rank, limit_s), rank, local=ranks[rank].machine == machine)
         for rank in targets
     }
     accepting.join()
     if missing := ", ".join(str(rank) for rank in sorted(set(expected) - set(sockets))):
         raise Failure(
-            f"{socket.gethostname()}: rank {missing} did not connect within {patience_s:g} s; hint: open TCP between "
+            f"{socket.gethostname()}: rank {missing} did not connect within {limit_s:g} s; hint: open TCP between "
             "the hosts, see `hvdtrain doctor`",
             exits.UNREACHABLE,
         )

@@ -188,11 +188,12 @@ class Watch:
     def _put_out(self, now: float) -> None:
         """In an elastic job the launcher finds lost hosts. Only ranks here that others wait for are killed."""
         heard = [peer.stall for peer in self._peers if peer.heard_at and now - peer.heard_at < SILENCE_S]
-        stalled = self._stalls.judge(heard) if self._stalls.takes_no_part() else ""
+        stalled = self._stalls.judge(heard) if self._stalls.at_fault(heard) else ""
         if fault := self._find_stopped(now) or (stalled and {"text": stalled}):
-            write(f"hvdtrain: {fault['text']}; ending the ranks of {self._host}")
+            write(f"hvdtrain: {fault['text']}; ending its host's ranks")
             for rank in self._ranks.values():
-                rank.process.kill()
+                if stalled or rank.stopped_since is not None:
+                    rank.process.kill()
 
     def _find_stopped(self, now: float) -> dict[str, Any] | None:
         ranks = [rank for rank in self._ranks.values() if not rank.process.gone()]

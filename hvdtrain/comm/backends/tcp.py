@@ -19,7 +19,7 @@ import numpy as np
 
 from hvdtrain.comm.backends.base import Communicator, Endpoint, LeaderGroup, Rendezvous
 from hvdtrain.comm.backends.shared_memory import SHARED_FROM_BYTES, share_memory
-from hvdtrain.comm.stream import MAX_MESSAGE_BYTES, PATIENCE_S, Stream, exchange_ports, listen, open_streams, swap
+from hvdtrain.comm.stream import MAX_MESSAGE_BYTES, Stream, exchange_ports, listen, open_streams, swap
 from hvdtrain.sentinel import auth
 
 SMALL_BYTES = 2048
@@ -125,8 +125,8 @@ class TcpCommunicator(Communicator):
 
     library = "tcp"
 
-    connect_s = PATIENCE_S
-    """Time for the other ranks to connect"""
+    connect_s: float | None = None
+    """Time for the other ranks to connect; None for that of `stream`"""
 
     def __init__(self, rendezvous: Rendezvous, endpoint: Endpoint) -> None:
         """Raises Failure (69) if a rank cannot be reached."""

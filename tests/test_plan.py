@@ -264,6 +264,8 @@ def test_time_to_accuracy_is_less_certain_than_both_of_its_factors() -> None:
     fewest, steps = learning.RECORDED["int4"].steps
     assert least < coarse.speedup(one) / steps and most > coarse.speedup(one) / fewest
     assert plain.interval_s is None, "no run of Horovod was compared with a prediction"
+    script = prediction.predict(made(drop_in=True), parse("hierarchical"), hosts(FAST, FAST), 32)
+    assert script.interval_s is None, "no run of a script was either"
 
 
 # --- --strategy auto --------------------------------------------------------------------------------------------------
@@ -385,6 +387,9 @@ def test_a_plan_from_a_run_reproduces_its_step(tmp_path: Path, capsys: pytest.Ca
         ("resnet --ranks-per-host 0", 2, "above 0"),
         ("resnet --latency -1", 2, "--latency"),
         ("resnet --switch 4", 2, "--uplink"),
+        ("resnet --switch 4 --uplink 0mbit", 2, "8kbit"),
+        ("resnet --slow 10mbps", 2, "counts bytes"),
+        ("resnet -H a:1,b:1 --switch 4 --uplink 1gbit", 2, "-H cannot be combined"),
         ("resnet --figure x.gif", 2, ".svg"),
         ("resnet --figure missing/x.svg", 73, "hint: give a file in a folder"),
         ("resnet --strategy nonsense", 78, "unknown strategy"),

@@ -117,8 +117,9 @@ class Communication:
     """Communication strategy; try `--strategy help`
 
     ALGORITHM[:KEY=VALUE,...][+REDUCER[:KEY=VALUE,...]]: Horovod's own all-reduce or a strategy for slow networks.
-    `--strategy help` lists all of them, `--strategy help:NAME` explains one. auto chooses one before step 0, auto:exact
-    keeps sums exact, auto:within=0.3 limits the recorded loss of accuracy to 0.3 points."""
+    `--strategy help` lists all of them, `--strategy help:NAME` explains one. auto chooses one before step 0, and
+    again when steps take another time. auto:exact keeps sums exact, auto:within=0.3 limits the recorded loss of
+    accuracy to 0.3 points."""
     shares: str | None = None
     """Unequal shares of each batch: measured, or e.g. 3:1
 

@@ -1,8 +1,9 @@
 """Predicts the time of a training step for other hosts, links and strategies, before any of them is used.
 
-- `profile` measures one host: computation, readiness of gradients, delays.
+- `profile` measures one host: computation, readiness of gradients, delays. `observe` runs a workload or a script
+  until its profile is known, and `steps` times the steps that a script makes itself.
 - `coding` measures what reducers cost the processor.
-- `network` describes links between hosts, in TCP payload; `probe` measures those of real hosts over ssh.
+- `network` describes links between hosts, in TCP payload; `probe` measures the links of real hosts over ssh.
 - `simulation` simulates computation, coding and links of all hosts; `stages` does so for a pipeline.
 - `prediction` turns a profile, hosts and a strategy into a prediction, whose `interval` follows from recorded errors.
 - `learning` holds recorded effects of each strategy on accuracy and on the number of steps.

@@ -30,9 +30,10 @@ from hvdtrain.system.rates import goodput_both_ways, parse_rate, show_rate
 
 PURPOSE = """Predict the time of a training step for other hosts, links and strategies, before you use them.
 
-The model is profiled on this machine in at most 30 s; the profile is kept in ~/.cache/hvdtrain. Other options are those
-of the workload. A script of your own that uses hvdtrain.torch or hvdtrain.train is started as one process, without a
-launcher, and ended when some of its steps have been timed. With --from, a recorded run takes the place of the profile.
+The model is profiled on this machine in at most 30 s, and trained for 10 s more if the batch of a step grows with the
+hosts; the profile is kept in ~/.cache/hvdtrain. Other options go to the workload. A script of your own that uses
+hvdtrain.torch or hvdtrain.train is started as one process, without a launcher, and ended when some of its steps have
+been timed. With --from, a recorded run takes the place of the profile.
 
 examples:
   hvdtrain plan resnet --hosts 1..16 --rates 10mbit,100mbit,1gbit --width 0.25
@@ -107,12 +108,16 @@ def main(arguments: Sequence[str]) -> int:
         raise Failure("--ranks-per-host and --cores: hint: give a number above 0", exits.USAGE)
     if bool(options.switch) != bool(options.uplink) or (options.switch or 1) < 1:
         raise Failure("--switch and --uplink belong together; hint: --switch 24 --uplink 10gbit", exits.USAGE)
+    links_of(options, 1_000_000, 2)  # raises Failure for a wrong rate, before the profile takes its time
+    uplink_of(options)
     if options.global_batch_size is not None and options.global_batch_size < 1:
         raise Failure("--global-batch-size: hint: give a number above 0", exits.USAGE)
     if options.global_batch_size is not None and options.run:
         raise Failure("--global-batch-size cannot be combined with --from; hint: leave it out", exits.USAGE)
-    if options.cluster and (options.run or options.hosts or options.rates):
-        raise Failure("-H cannot be combined with --from, --hosts or --rates; hint: leave them out", exits.USAGE)
+    if options.cluster and (options.run or options.hosts or options.rates or options.slow or options.switch):
+        raise Failure(
+            "-H cannot be combined with --from, --hosts, --rates, --slow or --switch; hint: leave them out", exits.USAGE
+        )
     counts = counts_of(options.hosts) if options.hosts else None
     rates = rates_of(options.rates) if options.rates else None
     plan = _from_run(options, counts, rates) if options.run else _from_workload(options, counts, rates)
@@ -188,11 +193,15 @@ def links_of(options: Any, rate: int, count: int) -> list[Link]:
     return links
 
 
+def uplink_of(options: Any) -> Uplink | None:
+    """Return the uplink of every switch. Raises Failure (2)."""
+    if not options.switch:
+        return None
+    return Uplink(hosts=options.switch, rate=goodput_both_ways(parse_rate(options.uplink)) / 8)
+
+
 def _hosts(options: Any, rate: int, count: int) -> list[Host]:
-    links = links_of(options, rate, count)
-    uplink = None
-    if options.switch:
-        uplink = Uplink(hosts=options.switch, rate=goodput_both_ways(parse_rate(options.uplink)) / 8)
+    links, uplink = links_of(options, rate, count), uplink_of(options)
     return [
         Host(name=str(number), link=link, ranks=options.ranks_per_host, cores=options.cores, uplink=uplink)
         for number, link in enumerate(links, start=1)

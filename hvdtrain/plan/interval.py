@@ -25,7 +25,8 @@ def of(step_s: float, hosts: int, computing: float, profile: Profile, backend: s
 
     `computing`: share of computation in a step.
     """
-    if (hosts > 1 and backend != "tcp") or any(profile.setup.get(name, v) != v for name, v in COMPARED.items()):
+    compared = all(profile.setup.get(name, value) == value for name, value in COMPARED.items())
+    if not compared or profile.drop_in or (hosts > 1 and backend != "tcp"):
         return None
     least, most = FROM_RUN if profile.from_run else SEVERAL_HOSTS if hosts > 1 else ONE_HOST
     known = [each.variation for each in profile.points if each.variation]

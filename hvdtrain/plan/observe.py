@@ -67,6 +67,7 @@ class Profiler(profiled.Observer):
             kept = profile.with_coding(kept, coding.measure(missing, kept.shapes, profile.CODING_S, job.threads))
             self._keep(kept, key)
         if kept.noise_scale is None and global_batch(config, 1) != global_batch(config, 2):
+            print(f"training for {profile.PILOT_S:.0f} s to see what a larger batch costs", file=sys.stderr, flush=True)
             kept = msgspec.structs.replace(kept, noise_scale=profiled.noise_scale(job, model))
             self._keep(kept, key)
         self.profile = kept
@@ -100,8 +101,8 @@ class Profiler(profiled.Observer):
             made, coding.measure(self._names, made.shapes, profile.CODING_S, made.threads)
         )
         self.notes = [
-            f"profiled in {script.steps.timed} steps of {made.workload} with its {batch} samples per rank; computation "
-            "is taken to be proportional to the batch"
+            f"profiled in {script.steps.timed} steps of {made.workload} with its {batch} samples per rank; for other "
+            f"batches a step is taken to cost as much as {profile.FIXED_SAMPLES:.0f} more samples"
         ]
 
     def _with_batch(self, config: TrainConfig) -> TrainConfig:

@@ -46,6 +46,8 @@ AVERAGINGS = 5
 PILOT_S = 10.0
 PILOT_GROUPS, GROUP_BATCHES = 8, 3
 """Groups of batches whose mean gradients are compared after the pilot"""
+MOST_COMPARED = 1 << 25
+"""Numbers of a gradient that are compared, evenly spaced: at most 1 GB for all groups"""
 T_QUANTILE = 2.36
 """95 %, for the degrees of freedom of the groups"""
 NAP_S = 0.005
@@ -281,11 +283,12 @@ def noise_scale(
         probe.step(replica, learning_rate(step), Clock())
         step += 1
     size = elements(probe.shapes)
-    groups = np.zeros((PILOT_GROUPS, size), np.float32)
+    spacing = -(-size // MOST_COMPARED)
+    groups = np.zeros((PILOT_GROUPS, -(-size // spacing)), np.float32)
     squares = list[float]()
     for number in range(PILOT_GROUPS * GROUP_BATCHES):
         backward()
-        gradient = replica.vector()[:size]
+        gradient = replica.vector()[:size:spacing]
         squares.append(float(gradient @ gradient))
         groups[number // GROUP_BATCHES] += gradient / GROUP_BATCHES
     products = groups @ groups.T

@@ -66,7 +66,8 @@ def read(folder: Path) -> Recorded:
         )
     manifest, summary = records.read_document(path, records.Manifest), records.summary(folder)
     if manifest.plan.get("stages", 1) != 1 or not manifest.shapes:
-        raise Failure(f"{folder}: has --stages, or no shapes of parameters; hint: choose another run", exits.BAD_DATA)
+        reason = "its manifest has no shapes of parameters" if not manifest.shapes else "it has --stages"
+        raise Failure(f"{folder}: cannot be planned from, because {reason}; hint: choose another run", exits.BAD_DATA)
     step_s, shares = None, {}
     if summary and summary.ranks == len(manifest.ranks):
         shares = summary.step_shares or ({"compute": 1.0} if summary.hosts == 1 else {})

@@ -15,7 +15,7 @@ from hvdtrain.records.metrics import Metric
 
 @dataclasses.dataclass
 class Position:
-    """Steps and sums so far. Seconds and bytes are those of one rank, samples those of all ranks."""
+    """Steps and sums so far. Seconds and bytes are of one rank, samples of all ranks."""
 
     epoch: int = 0
     """Epochs done"""

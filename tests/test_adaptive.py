@@ -105,31 +105,31 @@ def test_a_change_of_strategy_carries_everything_over(tmp_path: Path, framework:
 
 @pytest.mark.root
 def test_a_link_that_becomes_slow_makes_all_ranks_choose_in_the_same_step(cluster: Cluster, tmp_path: Path) -> None:
+    """Exact sums of 1.3 MB need 0.5 s at 20 Mbit/s. `auto` measures the links again when they slow down and recover."""
     folder = tmp_path / "run"
     tmp_path.chmod(0o755)
     words = ["launch/mpirun.sh", "-H", "a:1,b:1", sys.executable, "-m", "hvdtrain.resnet", *SMALL[:4]]
-    words += ["--batch-size", "16", "--epochs", "2", "--strategy", "auto", "--run-dir", str(folder)]
+    words += ["--batch-size", "16", "--epochs", "10", "--strategy", "auto:exact", "--run-dir", str(folder)]
     words += ["--epoch-samples", "1280", "--evaluate-samples", "32", "--checkpoint-epochs", "0"]
     throttle = [str(ROOT / "tools" / "throttle.sh")]
+    path = folder / "metrics" / "rank0000.jsonl"
     running = subprocess.Popen(
         cluster.command("exec", "a", "--", *words), env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True
     )
     try:
-        path = folder / "metrics" / "rank0000.jsonl"
         until(lambda: path.exists() and path.read_text().count("\n") > WINDOW + 5, LIMIT_S)
         assert finished([*throttle, "20mbit", "--name", cluster.name]).returncode == 0
+        until(lambda: '"chosen"' in path.read_text() or running.poll() is not None, LIMIT_S)
+        assert finished([*throttle, "clear", "--name", cluster.name]).returncode == 0
         _, output = running.communicate(timeout=LIMIT_S)
     finally:
         running.kill()
         assert finished([*throttle, "clear", "--name", cluster.name]).returncode == 0
     assert running.returncode == 0, output
     ranks = [read_run(folder, rank) for rank in (0, 1)]
-    choices = ranks[0]["chosen"]
-    assert choices and all(each.strategy in learning.CANDIDATES for each in choices), output
-    assert 0 < choices[0].links[0]["goodput_mbit"] < 20
+    slow, *fast = ranks[0]["chosen"]
+    assert learning.RECORDED[slow.strategy].exact
+    assert 0 < slow.links[0]["goodput_mbit"] < 20 < fast[0].links[0]["goodput_mbit"]
     warm = [[step.step for step in rank["step"] if step.warmup] for rank in ranks]
     assert warm[0] == warm[1]
-    first = json.loads((folder / "manifest.json").read_text())["config"]["strategy"]
-    assert (choices[0].strategy != first) == (warm[0] != [0, 1, 2])
-    assert first != EXACT or choices[0].strategy != EXACT, "exact sums take ten times as long at this rate"
-    assert all(len(rank["step"]) == 80 for rank in ranks)
+    assert all(len(rank["step"]) == 400 for rank in ranks)

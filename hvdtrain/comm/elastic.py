@@ -10,6 +10,9 @@ reached it, and so hold the result. After a loss there are three cases:
     some rank has passed the barrier     all others are waiting in it, and the transaction counts
     all survivors wait in the barrier    each holds the result, and the transaction counts
     otherwise                            no rank has passed it: the transaction is repeated by the new members
+
+The ranks of a host that has come back are alone in a view of their own until they are `ready`. Rank 0 then asks for the
+next view between two steps (`admit`), and sends them its state (`hand_over`).
 """
 
 from __future__ import annotations
@@ -19,12 +22,15 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from hvdtrain.comm.backends.base import Endpoint
-from hvdtrain.comm.backends.tcp import TcpCommunicator
+from hvdtrain.comm.backends.tcp import NOTHING, TcpCommunicator
 from hvdtrain.comm.errors import PeerLost
+from hvdtrain.comm.stream import MAX_MESSAGE_BYTES, swap
 from hvdtrain.launch.agent import FD
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -77,6 +83,12 @@ class Channel:
         hello = json.loads(reader.readline())
         self.number, self.local_rank, self.local_size = hello["rank"], hello["local_rank"], hello["local_size"]
         self.job_key = bytes.fromhex(hello["job_key"])
+        self.addresses: dict[str, str] = hello["addresses"]
+        """Address of each host of the job"""
+        self.begun: dict[str, Any] = hello["begun"]
+        """What the members passed to `begin`, if this rank joins them"""
+        self.newcomers = 0
+        """Hosts that are ready to take part again"""
         self.newest = View.read(hello["view"])
         threading.Thread(target=self._read, args=(reader,), name="hvdtrain-views", daemon=True).start()
 
@@ -90,6 +102,8 @@ class Channel:
             with self._changed:
                 if "view" in message:
                     self.newest = View.read(message["view"])
+                elif "newcomers" in message:
+                    self.newcomers = message["newcomers"]
                 else:
                     self._gathered[message["of"], message["gathered"]] = message["data"]
                 self._changed.notify_all()
@@ -109,9 +123,9 @@ class Channel:
                 raise PeerLost("the members of the job changed" if arrived else f"no answer for {JOIN_S:g} s")
             return [bytes.fromhex(text) for text in self._gathered.pop(key)]
 
-    def newer(self, than: int) -> View:
-        """Wait for a view with a higher number. The launcher sends one, or ends this process."""
-        self.send({"broken": than})
+    def newer(self, than: int, message: dict[str, Any]) -> View:
+        """Send a message and wait for a view with a higher number. The launcher sends one, or ends this process."""
+        self.send(message)
         with self._changed:
             self._changed.wait_for(lambda: self.newest.number > than)
             return self.newest
@@ -126,9 +140,14 @@ class ViewRendezvous:
         self.local_rank, self.local_size, self.job_key = channel.local_rank, channel.local_size, channel.job_key
 
     @property
-    def address(self) -> str:
+    def host(self) -> str:
         """The name that -H gave to this host."""
         return self.view.hosts[self.rank]
+
+    @property
+    def joining(self) -> bool:
+        """Whether these are the ranks of a host that has come back, and is not a member yet."""
+        return self.view.number < 0
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
         return self.channel.gather(self.view, own)
@@ -154,6 +173,7 @@ class ElasticCommunicator(TcpCommunicator):
         self._closing = threading.Lock()
         self.view = rendezvous.view
         self.target = self.step = 0
+        self.joining, self.begun = rendezvous.joining, self._channel.begun
         self.suspended = self._lost = self._prepared = False
         self._commits = 0
         super().__init__(rendezvous, endpoint)
@@ -163,9 +183,36 @@ class ElasticCommunicator(TcpCommunicator):
     def broken(self) -> bool:
         return self._lost or self._channel.newest.number > self.view.number
 
-    def begin(self) -> None:
-        """From now on the job continues without lost hosts. Called by each rank before its first transaction."""
-        self._channel.send({"began": True})
+    @property
+    def number(self) -> int:
+        return self._channel.number
+
+    def begin(self, run: Mapping[str, Any]) -> None:
+        self._channel.send({"began": dict(run)})
+
+    def join(self) -> None:
+        self._channel.newer(self.view.number, {"ready": True})
+        self.lost()
+
+    def admit(self) -> None:
+        if self.rank == 0 and self._channel.newcomers and not self.suspended:
+            self._channel.newer(self.view.number, {"admit": self.view.number})
+            self.lost()
+
+    def hand_over(self, state: Callable[[], bytes]) -> bytes:
+        joining = self.gather(self.joining)
+        if not any(joining):
+            return b""
+        own = np.frombuffer(state() if self.rank == 0 else b"", np.uint8)
+        hosts = {self._host_of[rank] for rank, joins in enumerate(joining) if joins}
+        if self._leaders is None:
+            return swap(None, None, self._leader).tobytes()
+        self._leaders.max_message_bytes = MAX_MESSAGE_BYTES
+        parts = [own if host in hosts else NOTHING for host in range(self._leaders.count)]
+        received = self._leaders.all_to_all(parts)[0]
+        for member in self._members:
+            swap(member, received, None)
+        return received.tobytes()
 
     def interrupt(self) -> None:
         self.suspended = True
@@ -198,22 +245,24 @@ class ElasticCommunicator(TcpCommunicator):
             self.lost()
             with self._closing:
                 self._disconnect()
-            view = self._channel.newer(self.view.number)
+            view = self._channel.newer(self.view.number, {"broken": self.view.number})
             try:
                 self._enter(view)
-                states = self.gather([self._commits, self._prepared, self.step])
+                states = self.gather(None if self.joining else [self._commits, self._prepared, self.step])
             except (PeerLost, Failure):  # Failure: a member could not be reached
                 self.view = view
                 continue
             break
-        commits = [count for count, _, _ in states]
-        counts = self._commits < max(commits) or all(
-            prepared and count == self._commits for count, prepared, _ in states
-        )
-        if self._commits < max(commits) - (1 if self._prepared else 0):
-            raise RuntimeError(f"this rank has committed {self._commits} times, another one {max(commits)} times")
-        self.target = max(step for *_, step in states)
-        self._commits, self._prepared = self._commits + counts, False
+        states = [state for state in states if state]
+        if not states:
+            message = "all hosts that had the state of the run are lost"
+            raise Failure(f"{message}; hint: continue from the last checkpoint with --resume", exits.UNREACHABLE)
+        most, self.target = max(count for count, *_ in states), max(step for *_, step in states)
+        complete = all(prepared and count == most for count, prepared, _ in states)
+        counts = complete or (self._commits < most and not self.joining)
+        if self._commits < most - (1 if self._prepared else 0) and not self.joining:
+            raise RuntimeError(f"this rank has committed {self._commits} times, another one {most} times")
+        self._commits, self._prepared = most + complete, False
         self._channel.send({"joined": view.number})
         return counts
 

@@ -23,6 +23,7 @@ from hvdtrain.comm.elastic import join as join_elastic
 from hvdtrain.comm.launch_env import LaunchEnv, launch_env
 from hvdtrain.comm.rendezvous import Subgroup, join
 from hvdtrain.launch import launched_by
+from hvdtrain.sentinel import interfaces
 from hvdtrain.sentinel.rank import Sentinel
 from hvdtrain.sentinel.waiting import LIMIT_S
 from hvdtrain.system import exits
@@ -72,9 +73,10 @@ class RankGroup:
     def watched(cls, rendezvous: Rendezvous, stall_limit_s: float = LIMIT_S) -> RankGroup:
         """Start the sentinel of these ranks. Collective."""
         elastic = isinstance(rendezvous, ViewRendezvous)
-        own = rendezvous.address if isinstance(rendezvous, ViewRendezvous) else ""
+        joining = rendezvous if isinstance(rendezvous, ViewRendezvous) and rendezvous.joining else None
+        own = rendezvous.host if isinstance(rendezvous, ViewRendezvous) else ""
         loopback = Endpoint(own if own.startswith("127.") else "127.0.0.1", "lo", loopback=True)
-        if rendezvous.size == 1:
+        if rendezvous.size == 1 and not joining:
             return cls(rendezvous, None, loopback)
         first = rendezvous.local_rank == 0
         sentinel = Sentinel(
@@ -84,6 +86,9 @@ class RankGroup:
         atexit.register(sentinel.report_finished)
         group = cls(rendezvous, sentinel, loopback)
         sentinel.join(group.gather)
+        if joining and loopback.address != own:
+            others = [address for host, address in joining.channel.addresses.items() if host != own]
+            sentinel.route = interfaces.route(interfaces.addresses(), {}, others[0], interfaces.preferred_networks())
         if route := sentinel.route:
             return dataclasses.replace(group, endpoint=Endpoint(route.source, route.device))
         if sentinel.hosts > 1:
@@ -154,6 +159,8 @@ def find_ranks(
         single = environment.launcher == "alone"
         ranks = Communicator() if single else HorovodCommunicator(framework, gpu=gpu, timeline=timeline)
         group = RankGroup.watched(ranks, stall_limit_s)
+    if isinstance(group.rendezvous, ViewRendezvous) and group.rendezvous.joining:
+        return group
     if (found := group.rendezvous.size) != environment.size:
         raise Failure(
             f"{environment.launcher} started {environment.size} ranks, but {found} found each other; hint: the "

@@ -5,12 +5,14 @@ agent on each host over ssh (`agent`), and decides alone who belongs to the job.
 number. A host is lost if a signal ends one of its ranks, if its connection ends, or if it is silent for SILENCE_S.
 Nobody else makes views, so the two sides of a divided network can never both continue: a side without the launcher gets
 no new view. A new view needs at least half of the hosts of the last one, and --min-hosts.
+
+A lost host is started again as soon as it answers. When its ranks are ready, rank 0 of the job opens the next view
+between two steps, and gives them its state (`comm.elastic`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import secrets
 import select
@@ -25,6 +27,7 @@ from types import FrameType
 from typing import Any
 
 from hvdtrain.launch.agent import BEAT_S, Line
+from hvdtrain.launch.members import RETURN_MAX_S, Host, Members
 from hvdtrain.system import exits, net, ssh
 from hvdtrain.system.commands import Command
 from hvdtrain.system.hosts import Slots
@@ -48,49 +51,6 @@ def agent_command(host: str, address: str) -> Command:
     """The words that start the agent of a host, without ssh if the host is this machine."""
     words = [sys.executable, "-I", "-S", "-c", PROGRAM]
     return words if net.is_own(address) else ssh.command(host, words)
-
-
-@dataclasses.dataclass
-class Host:
-    """A host of the job."""
-
-    name: str
-    ranks: list[int]
-    process: subprocess.Popen[bytes]
-    line: Line
-    heard_at: float
-    lost: bool = False
-    running: set[int] = dataclasses.field(default_factory=set)
-    """Its ranks that have not ended"""
-
-    @property
-    def gone(self) -> bool:
-        return self.lost or not self.running
-
-
-class Members:
-    """The rule for views: which hosts continue after a loss."""
-
-    def __init__(self, hosts: int, min_hosts: int) -> None:
-        self.number, self.present, self._least = 0, list(range(hosts)), min_hosts
-        self._established = hosts
-        """Hosts of the last view in which all members were connected"""
-
-    def lose(self, host: int) -> str | None:
-        """Remove a host. Returns why the others cannot continue, or None if they can."""
-        self.present.remove(host)
-        self.number += 1
-        count = len(self.present)
-        if count < self._least:
-            return f"{count} of at least {self._least} hosts are left (--min-hosts)"
-        if 2 * count < self._established:
-            return f"{count} of {self._established} hosts are left, less than half"
-        return None
-
-    def establish(self, number: int) -> None:
-        """All members of view `number` are connected."""
-        if number == self.number:
-            self._established = len(self.present)
 
 
 class ElasticJob:
@@ -122,29 +82,35 @@ class ElasticJob:
         self._gathers: dict[tuple[int, int], dict[int, str]] = {}
         self._again_at: float | None = None
         self._attempts = 0
-        self._hosts: list[Host] = []
-        first, size = 0, sum(slots.slots for slots, _ in places)
-        numbers = []
-        for slots, _ in places:
-            numbers.append(list(range(first, first + slots.slots)))
-            first += slots.slots
-        names = [slots.host for (slots, _), ranks in zip(places, numbers, strict=True) for _ in ranks]
+        size = sum(slots.slots for slots, _ in places)
+        self._job = {"command": command, "environment": dict(environment), "folder": str(Path.cwd()), "size": size}
+        self._hello = {
+            "job_key": secrets.token_hex(KEY_BYTES),
+            "addresses": {slots.host: address for slots, address in places},
+            "begun": {},
+        }
+        names = [slots.host for slots, _ in places for _ in range(slots.slots)]
         view = {"number": 0, "ranks": list(range(size)), "hosts": names, "reason": ""}
-        hello = {"job_key": secrets.token_hex(KEY_BYTES), "view": view}
-        job = {"command": command, "environment": dict(environment), "folder": str(Path.cwd()), "size": size}
-        for (slots, address), ranks in zip(places, numbers, strict=True):
-            process = subprocess.Popen(
-                agent_command(slots.host, address),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                process_group=0,
-                bufsize=0,
-            )
-            assert process.stdin is not None and process.stdout is not None
-            line = Line(process.stdout.fileno(), process.stdin.fileno())
-            host = Host(slots.host, ranks, process, line, time.monotonic() + START_S, running={*ranks})
-            line.send({**job, "ranks": ranks, "hello": hello})
-            self._hosts.append(host)
+        self._hosts: list[Host] = []
+        first = 0
+        for slots, address in places:
+            ranks = list(range(first, first + slots.slots))
+            first += slots.slots
+            process, line = self._agent(slots.host, address, ranks, view)
+            heard_at = time.monotonic() + START_S
+            self._hosts.append(Host(slots.host, address, ranks, process, line, heard_at, running={*ranks}))
+
+    def _agent(
+        self, name: str, address: str, ranks: list[int], view: dict[str, Any]
+    ) -> tuple[subprocess.Popen[bytes], Line]:
+        """Start the agent of a host, and its ranks, whose first view is `view`."""
+        process = subprocess.Popen(
+            agent_command(name, address), stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0, bufsize=0
+        )
+        assert process.stdin is not None and process.stdout is not None
+        line = Line(process.stdout.fileno(), process.stdin.fileno())
+        line.send({**self._job, "ranks": ranks, "hello": {**self._hello, "view": view}})
+        return process, line
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         again = number != signal.SIGUSR1 and any(before != signal.SIGUSR1 for before in self._signals)
@@ -157,7 +123,7 @@ class ElasticJob:
     def wait(self) -> int:
         """Wait until the job has ended. Returns its exit code."""
         next_beat, asked_at, before = 0.0, 0.0, time.monotonic()
-        while not all(host.gone for host in self._hosts):
+        while not all(self._hosts[index].gone for index in self._members.present):
             now = time.monotonic()
             if now - before > SILENCE_S / 2:  # this process could not run, so it does not know who was silent
                 for host in self._hosts:
@@ -177,6 +143,7 @@ class ElasticJob:
                 next_beat = now + BEAT_S
             self._receive(BEAT_S / 4)
             self._check(time.monotonic())
+            self._bring_back(time.monotonic())
         self._dismiss()
         if self._finished:
             return exits.OK
@@ -222,15 +189,22 @@ class ElasticJob:
     def _heard(self, rank: int, message: dict[str, Any]) -> None:
         if "gather" in message:
             key = message["of"], message["gather"]
-            if key[0] != self._members.number:
+            hosts = [-1 - key[0]] if key[0] < 0 else self._members.present
+            if key[0] not in (self._members.number, -1 - hosts[0]):
                 return
             self._gathers.setdefault(key, {})[rank] = message["data"]
-            ranks = self._ranks()
+            ranks = [each for index in hosts for each in self._hosts[index].ranks]
             if self._gathers[key].keys() == {*ranks}:
                 parts = self._gathers.pop(key)
-                self._tell({"of": key[0], "gathered": key[1], "data": [parts[each] for each in ranks]})
+                self._tell({"of": key[0], "gathered": key[1], "data": [parts[each] for each in ranks]}, hosts)
         elif "began" in message:
             self._began.add(rank)
+            self._hello["begun"] = message["began"]
+        elif "ready" in message:
+            next(host for host in self._hosts if rank in host.ranks).ready.add(rank)
+            self._announce()
+        elif "admit" in message and message["admit"] == self._members.number:
+            self._admit()
         elif "joined" in message and message["joined"] == self._members.number:
             self._joined.add(rank)
             if self._joined == {*self._ranks()}:
@@ -244,7 +218,11 @@ class ElasticJob:
     def _rank_ended(self, index: int, rank: int, code: int) -> None:
         host = self._hosts[index]
         host.running.discard(rank)
-        if code == 0:
+        if code and index not in self._members.present:
+            self._lose(index, f"rank {rank} on {host.name} ended with exit code {code}")
+            if code in (exits.BAD_CONFIG, exits.BAD_DATA):  # it would end again
+                host.return_at = float("inf")
+        elif code == 0:
             self._finished = True  # rank 0 writes COMPLETE before any rank ends
         elif code < 0 and not self._ending:
             name = signal.Signals(-code).name if -code in {*signal.Signals} else str(-code)
@@ -261,11 +239,13 @@ class ElasticJob:
 
     def _check(self, now: float) -> None:
         """Look for silent hosts, and for members that could not connect."""
-        for index in [*self._members.present]:
-            host = self._hosts[index]
+        for index, host in enumerate(self._hosts):
             if not host.gone and now - host.heard_at > SILENCE_S:
                 self._lose(index, f"host {host.name} is silent for {SILENCE_S:g} s (host or link down)")
         if self._again_at is not None and now > self._again_at and not self._ending:
+            for index in [*self._members.returned]:
+                self._lose(index, f"host {self._hosts[index].name} came back, but the others could not connect to it")
+                return
             self._attempts += 1
             if self._attempts > ATTEMPTS:
                 self._end(f"its ranks could not connect {ATTEMPTS} times, although all hosts answer")
@@ -276,7 +256,12 @@ class ElasticJob:
         host = self._hosts[index]
         host.line.send({"end": True})
         host.lost = True
-        if self._ending or self._finished or index not in self._members.present:
+        host.return_at, host.wait_s = time.monotonic() + host.wait_s, min(2 * host.wait_s, RETURN_MAX_S)
+        if self._ending or self._finished:
+            return
+        if index not in self._members.present:
+            _say(f"{reason}, before it took part again")
+            self._announce()
             return
         if self._began != {rank for each in self._hosts for rank in each.ranks} and self._members.number == 0:
             self._end(f"{reason} before step 0")
@@ -288,20 +273,67 @@ class ElasticJob:
         _say(f"{reason}; continuing with {names} (view {self._members.number})")
         self._show_view(reason)
 
+    def _bring_back(self, now: float) -> None:
+        """Start lost hosts that answer again."""
+        for index, host in enumerate(self._hosts):
+            if self._ending or self._finished or self._signals or not host.lost or now < host.return_at:
+                continue
+            if host.probe is None:
+                words = ["true"] if net.is_own(host.address) else ssh.command(host.name, ["true"])
+                quiet = subprocess.DEVNULL
+                host.probe = subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet, process_group=0)
+            elif (code := host.probe.poll()) is not None:
+                host.probe, host.return_at = None, now + host.wait_s
+                if code == 0:
+                    self._restart(index)
+
+    def _restart(self, index: int) -> None:
+        """Start the agent and the ranks of a lost host. At first they are alone in a view with a negative number."""
+        host, number = self._hosts[index], -1 - index
+        assert host.process.stdin is not None and host.process.stdout is not None
+        host.process.kill()
+        host.process.wait()
+        host.process.stdin.close()
+        host.process.stdout.close()
+        for key in [key for key in self._gathers if key[0] == number]:
+            del self._gathers[key]
+        view = {"number": number, "ranks": host.ranks, "hosts": [host.name] * len(host.ranks), "reason": ""}
+        host.process, host.line = self._agent(host.name, host.address, host.ranks, view)
+        host.heard_at, host.lost, host.running, host.ready = time.monotonic() + START_S, False, {*host.ranks}, set()
+
+    def _newcomers(self) -> list[int]:
+        """Hosts whose ranks are all ready to take part again."""
+        absent = [index for index in range(len(self._hosts)) if index not in self._members.present]
+        return [index for index in absent if not self._hosts[index].gone and self._hosts[index].all_ready]
+
+    def _announce(self) -> None:
+        """Tell the members whether hosts are ready to take part again. Their rank 0 answers between two steps."""
+        self._tell({"newcomers": len(self._newcomers())})
+
+    def _admit(self) -> None:
+        """Rank 0 waits for the next view."""
+        hosts = self._newcomers()
+        self._members.take_back(hosts)
+        names = " and ".join(self._hosts[index].name for index in hosts)
+        reason = f"{names} came back" if hosts else "a host came back, and was lost again"
+        _say(f"{reason} (view {self._members.number})")
+        self._show_view(reason)
+
     def _show_view(self, reason: str) -> None:
         """Send the present members to each of them."""
         self._joined, self._again_at = set(), None
-        self._gathers.clear()
+        self._gathers = {key: parts for key, parts in self._gathers.items() if key[0] < 0}
         ranks = self._ranks()
         names = [self._hosts[index].name for index in self._members.present for _ in self._hosts[index].ranks]
         view = {"number": self._members.number, "ranks": ranks, "hosts": names, "reason": reason}
         self._tell({"view": view})
+        self._announce()
 
     # --- messages and the end --------------------------------------------------------------------------------------
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        """Send a message to all ranks of the members."""
-        for index in self._members.present:
+    def _tell(self, message: dict[str, Any], hosts: Sequence[int] | None = None) -> None:
+        """Send a message to all ranks of some hosts; None for those of the members."""
+        for index in self._members.present if hosts is None else hosts:
             host = self._hosts[index]
             host.line.send({"to": host.ranks, "message": message})
 
@@ -329,9 +361,10 @@ class ElasticJob:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 host.process.wait(max(0.0, 0.0 if host.lost else until - time.monotonic()))
         for host in self._hosts:
-            if host.process.poll() is None:
-                host.process.terminate()
-                host.process.wait()
+            for process in (host.process, host.probe):
+                if process is not None and process.poll() is None:
+                    process.terminate()
+                    process.wait()
 
 
 def show(places: Sequence[tuple[Slots, str]], command: Command) -> str:

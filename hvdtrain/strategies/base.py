@@ -146,6 +146,18 @@ class Strategy(abc.ABC):
     def regroup(self) -> None:  # noqa: B027 (only elastic ones)
         """Prepare for exchanges with other members, which have all done the same number of steps. Collective."""
 
+    @property
+    def common_weights(self) -> np.ndarray | None:
+        """The weights from which all ranks have trained on their own since; None if those of the replica are equal."""
+        return None
+
+    def newcomer_state(self) -> dict[str, np.ndarray]:
+        """Return what a new rank needs for the next exchange, besides the common weights and the optimizer's state."""
+        return {}
+
+    def welcome(self, replica: Vectors, state: dict[str, np.ndarray]) -> None:  # noqa: B027 (only elastic ones)
+        """Take part from the next step on. `state`: a member's `newcomer_state`. `replica` has the common weights."""
+
     def state(self) -> dict[str, np.ndarray]:
         """Return what this rank needs to continue as if it had never been interrupted."""
         return {}

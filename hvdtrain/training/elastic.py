@@ -1,17 +1,25 @@
-"""What a run does when its members change: it divides the work again, and rank 0's files move to the new rank 0."""
+"""What a run does when its members change.
+
+It divides the work again. If rank 0 is lost, its files move to the new rank 0. A rank of a host that has come back gets
+the state of rank 0, between two steps.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import secrets
 import shutil
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
+from safetensors.numpy import load
 
 from hvdtrain import records
 from hvdtrain.comm.backends.base import Communicator
@@ -22,6 +30,8 @@ from hvdtrain.config.batch_plan import BatchPlan
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data.loader import Loader
 from hvdtrain.frameworks import Replica
+from hvdtrain.records.arrays_file import pieces
+from hvdtrain.records.identity import differing
 from hvdtrain.strategies import Exchange, Strategy
 from hvdtrain.system import exits, files, locks
 from hvdtrain.system.exits import Failure
@@ -34,6 +44,27 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 LOST = (PeerLost, Aborted)
 """What collective work raises if a host was lost"""
+
+
+@dataclasses.dataclass
+class Welcome:
+    """What a rank of a host that has come back needs, from rank 0."""
+
+    position: dict[str, Any]
+    due: list[bool]
+    """What all ranks are about to do: see `Loop`"""
+    manifest: dict[str, Any]
+    metrics: str
+    """Rank 0's records so far"""
+
+    def as_bytes(self, arrays: dict[str, np.ndarray]) -> bytes:
+        document = zlib.compress(json.dumps(dataclasses.asdict(self)).encode())
+        return len(document).to_bytes(8, "little") + document + b"".join(pieces(arrays))
+
+    @classmethod
+    def read(cls, message: bytes) -> tuple[Welcome, dict[str, np.ndarray]]:
+        end = 8 + int.from_bytes(message[:8], "little")
+        return cls(**json.loads(zlib.decompress(message[8:end]))), load(message[end:])
 
 
 def check(launcher: str, exchange: Exchange, config: TrainConfig) -> None:
@@ -50,6 +81,22 @@ def check(launcher: str, exchange: Exchange, config: TrainConfig) -> None:
     if what:
         message = f"--elastic: a job with {what} cannot continue without a lost host"
         raise Failure(f"{message}; hint: {hint}", exits.BAD_CONFIG)
+
+
+def begun(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    """Return what a host needs that comes back during the run."""
+    return {"folder": str(folder), "identity": identity}
+
+
+def folder_to_join(world: Communicator, identity: dict[str, Any]) -> Path:
+    """Return the run folder that the members named. Raises Failure (78) if they have other settings."""
+    if differences := differing(world.begun["identity"], json.loads(json.dumps(identity))):
+        raise Failure(
+            f"{world.host} came back with other settings: {'; '.join(differences)}; hint: use the same version of "
+            "hvdtrain and the same data on all hosts",
+            exits.BAD_CONFIG,
+        )
+    return Path(world.begun["folder"])
 
 
 def divided(job: Job, world: Communicator) -> tuple[Loader, BatchPlan]:
@@ -77,6 +124,26 @@ def keep_count(folder: Path, world: Communicator) -> None:
                 plan = kept.plan | {"ranks": world.size}
                 records.write_document(path, records.as_json(msgspec.structs.replace(kept, plan=plan)))
         world.gather(None)
+
+
+def records_number(world: Communicator, ranks: int) -> int:
+    """Return the number of this rank's file of records. `ranks`: their number at the start of the run.
+
+    If the former rank 0 comes back, its file belongs to the present rank 0.
+    """
+    return world.number if world.number or not world.joining else ranks
+
+
+def copy_records(folder: Path, number: int, welcome: Welcome) -> None:
+    """Give a rank that has come back the manifest, and the records of rank 0 instead of its own, which have a gap."""
+    if not (folder / manifest.NAME).exists():
+        records.write_document(folder / manifest.NAME, welcome.manifest)
+    path = folder / "metrics" / f"rank{number:04d}.jsonl"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(welcome.metrics)
+    except OSError as error:
+        raise files.unwritable(path, error, "choose another --run-dir") from error
 
 
 def take_over(folder: Path, rank: int) -> None:
@@ -108,13 +175,15 @@ class Transactions:
         strategy: Strategy,
         adopt: Callable[[float], None],
         learn: Callable[[np.ndarray], None],
+        hand_over: Callable[[], None] = lambda: None,
     ) -> None:
         """`adopt(lost_s)` divides the work among the new members. Collective; it is repeated after PeerLost.
 
-        `learn` takes the totals of exchanges in the background that count.
+        `learn` takes the totals of exchanges in the background that count. `hand_over` gives new ranks the state of the
+        run. Collective; repeated likewise.
         """
         self._world, self._replica, self._strategy = world, replica, strategy
-        self._adopt, self._learn = adopt, learn
+        self._adopt, self._learn, self._hand_over = adopt, learn, hand_over
         self._noticed_s: float | None = None
         self._began_s = 0.0
         """Start of the current step"""
@@ -170,8 +239,9 @@ class Transactions:
                     settled = self._strategy.settle(self._replica, counts)
                     if settled.totals is not None:
                         self._learn(settled.totals)
-                if self._world.step < self._world.target:
+                if self._world.step < self._world.target and not self._world.joining:
                     return False
+                self._hand_over()
                 self._strategy.regroup()
                 assert self._noticed_s is not None
                 self._adopt(time.perf_counter() - self._noticed_s)
@@ -202,5 +272,5 @@ def described(view: records.View, plan: BatchPlan) -> str:
     """Describe a view and its batch for people."""
     return (
         f"view {view.view}         {view.hosts} hosts, {view.ranks} ranks from step {view.step} on, "
-        f"{view.lost_s:.1f} s after the loss; {plan.global_batch} samples per step, learning rate {plan.base_lr:g}"
+        f"{view.lost_s:.1f} s after the change; {plan.global_batch} samples per step, learning rate {plan.base_lr:g}"
     )

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import resource
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,24 +26,20 @@ from hvdtrain import records
 from hvdtrain.comm.elastic import ElasticCommunicator
 from hvdtrain.comm.errors import PeerLost
 from hvdtrain.comm.lifecycle import StopSignal
-from hvdtrain.data import Split
 from hvdtrain.frameworks import Replica
 from hvdtrain.observe.progress import Progress
 from hvdtrain.observe.timing import WARMUP_STEPS, Clock, Spent, process_age_s, step_shares
 from hvdtrain.strategies import STOP, parse
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
-from hvdtrain.training import consistency, elastic, observers, snapshot
+from hvdtrain.training import consistency, elastic, manifest, observers, snapshot
 from hvdtrain.training.adaptive import Adaptive, average_optimizer
 from hvdtrain.training.checkpoint import Checkpoints, Loaded
-from hvdtrain.training.evaluation import evaluate, renew_statistics, timed_inference
+from hvdtrain.training.evaluation import Evaluator, Judge, timed_inference
 from hvdtrain.training.train_state import Position
 
 if TYPE_CHECKING:
     from hvdtrain.training.job import Job
-
-Judge = Callable[[Any], dict[str, float]]
-"""Computes the scores of a whole split that are not sums over samples, such as BLEU. Collective, with equal results"""
 
 
 class Loop:
@@ -60,19 +56,20 @@ class Loop:
         precise_bn: int = 0,
     ) -> None:
         assert job.strategy is not None
-        self._metric, self._judge, self._precise_bn = job.workload.metric, judge, precise_bn
+        self._metric, self._judge = job.workload.metric, judge
         self._run, self._config, self._plan = job.run, job.run.config, job.run.plan
         self._target = self._metric.target(self._config.target) if self._config.target else None
         self._dataset, self._loader, self._world, self._data = job.dataset, job.loader, job.ranks, job.data
         self._replica, self._strategy = replica, job.strategy
         self._folder, self._stop = folder, stop
         self._job = job
+        self._evaluator = Evaluator(job, replica, judge, precise_bn)
         self._checkpoints = self._new_checkpoints()
-        self._writer = observers.writer(self._config, folder, self._world.rank)
-        self._records_of = self._world.rank
-        """The rank whose file this rank writes; 0 from the time when it takes over from a lost rank 0"""
+        self._records_of = elastic.records_number(self._world, self._plan.ranks)
+        """Number of the file that this rank writes; 0 from the time when it takes over from a lost rank 0"""
+        self._writer = observers.writer(self._config, folder, self._records_of)
         self._transactions = elastic.Transactions(
-            self._world, replica, job.strategy, self._adopt, lambda totals: self._at.learn(totals)
+            self._world, replica, job.strategy, self._adopt, lambda totals: self._at.learn(totals), self._hand_over
         )
         self._observers = observers.Observers(
             self._config, self._plan.steps, folder, world=self._world, replica=replica, say=self._say
@@ -105,14 +102,17 @@ class Loop:
 
     def run(self) -> records.Summary | None:
         """Train to the end. Returns None if a signal stopped the run, after saving a checkpoint."""
-        if self._config.resume:
+        if self._config.resume and not self._world.joining:
             self._resume()
         self._stop.resumable = True
-        self._world.begin()
+        self._world.begin(elastic.begun(self._folder, self._run.identity()))
         (self._folder / "COMPLETE").unlink(missing_ok=True)
         with contextlib.ExitStack() as watching:
             watching.enter_context(self._observers.watching(self._at.step))
             self._began_unix_s, self._nic_began = time.time(), self._world.nic_counters()
+            if self._world.joining:
+                self._world.join()
+                self._transactions.regroup()
             while self._at.epoch < self._config.epochs and not self._at.reached(self._target, self._metric):
                 if not self._epoch(self._at.epoch):
                     return None
@@ -139,6 +139,7 @@ class Loop:
         ):
             for end in ends:
                 last = end == ends[-1]
+                self._world.admit()
                 before = self._transactions.statistics()
                 try:
                     with self._observers.step(self._at.step):
@@ -185,6 +186,30 @@ class Loop:
             if self._stopping:
                 return False
         return True if self._loader is loader else None
+
+    def _hand_over(self) -> None:
+        """Give the state of rank 0 to ranks whose host has come back. Collective."""
+        message = self._world.hand_over(self._welcome)
+        if not self._world.joining:
+            return
+        welcome, arrays = elastic.Welcome.read(message)
+        at = self._at = Position(**welcome.position)
+        self._check_due, self._save_due, self._stopping = welcome.due
+        snapshot.welcome(arrays, self._replica, self._strategy)
+        self._world.step = at.step
+        self._writer.close()
+        elastic.copy_records(self._folder, self._records_of, welcome)
+        self._writer = observers.writer(self._config, self._folder, self._records_of)
+        self._world.joining = False
+
+    def _welcome(self) -> bytes:
+        """Return the state of this rank 0 for ranks whose host has come back."""
+        return elastic.Welcome(
+            position=dataclasses.asdict(self._at),
+            due=[self._check_due, self._save_due, self._stopping],
+            manifest=json.loads((self._folder / manifest.NAME).read_text()),
+            metrics=(self._folder / "metrics" / "rank0000.jsonl").read_text(),
+        ).as_bytes(snapshot.for_newcomers(self._replica, self._strategy))
 
     def _adopt(self, lost_s: float) -> None:
         """Divide the rest of the epoch among the present members. Collective."""
@@ -298,23 +323,11 @@ class Loop:
         self._replica.use(self._strategy)
         self._at.strategy, self._steps_of_strategy = name, 0
 
-    def _validated(self, epoch: int) -> tuple[float | None, dict[str, float], dict[str, Any]]:
-        """Evaluate at the end of an epoch, with the averaged weights if there are any."""
-        if self._config.ema:
-            self._replica.swap_average()
-        try:
-            if self._precise_bn:
-                first = [0, *self._loader.ends()][max(0, self._plan.steps_per_epoch - self._precise_bn)]
-                renew_statistics(self._replica, self._loader.epoch(epoch, start=first))
-            split, most = getattr(self._dataset, self._config.evaluate_on), self._config.evaluate_samples
-            return self._evaluate(split, most)
-        finally:
-            if self._config.ema:
-                self._replica.swap_average()
-
     def _end_epoch(self, epoch: int) -> None:
         with self._clock.span("validation"):
-            loss, scores, _ = self._transactions.until_done(lambda: self._validated(epoch))
+            loss, scores, _ = self._transactions.until_done(
+                lambda: self._evaluator.after_epoch(epoch, self._loader, self._plan)
+            )
         record, is_best = self._at.end_epoch(
             epoch,
             self._metric,
@@ -345,7 +358,9 @@ class Loop:
         if self._config.ema:  # they stay: the caller gets the model that was tested
             self._replica.swap_average()
         with self._clock.span("test"):
-            test_loss, test_scores, test_sums = until_done(lambda: self._evaluate(self._dataset.test))
+            test_loss, test_scores, test_sums = until_done(
+                lambda: self._evaluator.split(self._dataset.test, self._plan)
+            )
         ended_unix_s = time.time()
         watching.close()
         sizes = self._config.inference_sizes if world.rank == 0 else []
@@ -390,14 +405,6 @@ class Loop:
             self._published = True
             self._writer.write(summary)
             records.write_document(self._folder / "COMPLETE", {"schema": records.SCHEMA, "utc": records.utc_now()})
-
-    def _evaluate(self, split: Split, most: int | None = None) -> tuple[float | None, dict[str, float], dict[str, Any]]:
-        """Evaluate as `evaluation.evaluate` does, with the scores of the judge."""
-        plan, metric = self._plan, self._metric
-        loss, scores, sums = evaluate(
-            self._replica, metric, split, plan.rank_batch, self._world, self._data, plan.shares, most
-        )
-        return loss, scores | self._judge(split) if self._judge and len(split) else scores, sums
 
     def _take_best(self) -> int:
         """Load the weights of the best epoch, if they were saved. Returns the number of steps after which they were."""

@@ -141,6 +141,10 @@ class Communicator:
     """Whether the job continues if a host is lost: see `comm.elastic`. Otherwise the next attributes never change"""
     suspended = False
     """Whether a host was lost, and `resume` has not been called since"""
+    joining = False
+    """Whether this rank's host has come back, and does not have the state of the run yet"""
+    begun: Mapping[str, Any] = {}
+    """If `joining`: what the others passed to `begin`"""
     step = 0
     """Steps that this rank has done, which it reports in `recover`"""
     target = 0
@@ -210,15 +214,30 @@ class Communicator:
             return arrays
         return {name: self.broadcast(array, name) for name, array in arrays.items()}
 
-    # --- the loss of a host ------------------------------------------------------------------------------------------
+    # --- the loss of a host, and its return --------------------------------------------------------------------------
 
     @property
     def broken(self) -> bool:
         """Whether the ranks are not connected, until `recover` has connected them again."""
         return False
 
-    def begin(self) -> None:
-        """From now on the job may continue without a lost host."""
+    @property
+    def number(self) -> int:
+        """The launcher's number of this rank, which never changes."""
+        return self.rank
+
+    def begin(self, run: Mapping[str, Any]) -> None:
+        """From now on the job may continue without a lost host. `run`: what hosts that come back need, as JSON."""
+
+    def join(self) -> None:
+        """If `joining`: wait until the others let this rank take part. `recover` follows."""
+
+    def admit(self) -> None:
+        """Let hosts that have come back take part from the next step on, if there are any. `recover` follows then."""
+
+    def hand_over(self, state: Callable[[], bytes]) -> bytes:
+        """Send rank 0's state to the ranks that are `joining`. Returns it there. Collective."""
+        return b""
 
     def confirm(self) -> None:
         """End a transaction: wait until all ranks hold the result of the collective work before. Raises PeerLost."""

@@ -157,6 +157,8 @@ class TcpCommunicator(Communicator):
         self._members = [streams[rank] for rank in sorted(streams) if machines[rank] == own]
         self._streams = [streams.get(rank) for rank in leaders]
         self.hosts_count = len(leaders)
+        self._host_of = [leaders.index(machines.index(machine)) for machine in machines]
+        """The host of each rank, as an index of `leaders`"""
         self._leaders = TcpLeaderGroup(self._streams) if self._leader is None else None
         self._shared = share_memory(self._leader, self._members)
         self._scratch = np.empty(0, np.float32)

@@ -235,6 +235,24 @@ class LocalSGD(Synchronous):
         if self._drifted:  # the lost hosts' samples of this round are lost with their changes
             self._all_samples = sum(self._world.gather(self._samples))
 
+    @property
+    def common_weights(self) -> np.ndarray | None:
+        return None if self.in_sync else self._anchor
+
+    def newcomer_state(self) -> dict[str, np.ndarray]:
+        residual = f"inner.{self._reducer.residual_key}"
+        state = {name: array for name, array in self.state().items() if name.startswith("inner.") and name != residual}
+        return state | {
+            "steps": np.array(self._steps),
+            "velocity": self._velocity,
+            "round": np.array([self._drifted, 0, self._all_samples]),
+            "totals": np.zeros_like(self._tail),
+        }
+
+    def welcome(self, replica: Vectors, state: dict[str, np.ndarray]) -> None:
+        super().welcome(replica, state)
+        self._began = self._anchor = replica.weights().copy()
+
     def _outer(self, mean: np.ndarray) -> np.ndarray:
         """Return the step that all ranks make for a mean change."""
         if self._velocity.size:

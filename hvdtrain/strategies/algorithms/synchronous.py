@@ -67,6 +67,12 @@ class Synchronous(Strategy):
     def _reducers(self) -> list[Reducer]:
         return [self._reducer]
 
+    def newcomer_state(self) -> dict[str, np.ndarray]:
+        return {name: array for name, array in self.state().items() if name != self._reducer.residual_key}
+
+    def welcome(self, replica: Vectors, state: dict[str, np.ndarray]) -> None:
+        self.load(self.state() | state)
+
     def state(self) -> dict[str, np.ndarray]:
         return self._reducer.state()
 

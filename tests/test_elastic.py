@@ -16,7 +16,8 @@ import pytest
 from conftest import LIMIT_S, PROGRAMS, ROOT, SMALL, Cluster, document, environment, finished, refused, until
 from runs import read_run, results
 
-from hvdtrain.launch.elastic import Members
+from hvdtrain.launch.members import Members
+from hvdtrain.system.exits import Failure
 
 FOUR = "a:1,b:1,c:1,d:1"
 
@@ -217,6 +218,45 @@ def test_local_sgd_continues_and_keeps_the_local_changes(framework: str, four: C
         more = [*SMALL[:4], "--run-dir", str(folder), "--resume", "--epochs", "5", "--json"]
         resumed = four.on("a", "launch/mpirun.sh", "-H", "a:1,b:1,d:1", sys.executable, "-m", "hvdtrain.resnet", *more)
         assert document(resumed)["steps"] > summary.steps
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("framework", "strategy", "host"),
+    [("torch", "powersgd", "a"), ("tensorflow", "local-sgd:every=2,staleness=1+powersgd:rank=4,bits=4", "c")],
+)
+def test_a_lost_host_comes_back(framework: str, strategy: str, host: str, four: Cluster, tmp_path: Path) -> None:
+    """It gets the state of the others between two steps. Every replica is compared after each step or averaging."""
+    folder = tmp_path / "run"
+    flags = ["--strategy", strategy, "--epochs", "400", "--check-replicas", "1", "--framework", framework]
+    run = Run(four, folder, *flags, "--global-batch-size", "96", "--epoch-samples", "480", "--evaluate-samples", "32")
+    run.wait_for_step(5)
+    run.kill(host)
+    try:
+        until(lambda: run.process.poll() is not None or len(views(folder)) == 2, what=run.text)
+        assert run.process.poll() is None, run.text()
+        run.wait_for_step(views(folder)[1].step + 20)
+        run.process.terminate()
+        assert run.process.wait(LIMIT_S) == 75, run.text()
+    finally:
+        run.process.kill()
+    found = read_run(folder)
+    others = [name for name in "abcd" if name != host]
+    assert [view.members for view in found["view"]] == [others, [*others, host]]
+    assert f"{host} came back" in found["view"][1].reason
+    check_samples(found, 480)
+    steps = [step.step for step in found["step"]]
+    assert steps == list(range(len(steps)))
+    back = read_run(folder, 4 if host == "a" else "abcd".index(host))
+    assert [step.step for step in back["step"]] == steps, "its records continue those of rank 0"
+
+
+def views(folder: Path) -> Any:
+    """The changes of members so far."""
+    try:
+        return read_run(folder)["view"]
+    except Failure:  # its records are moving to another rank
+        return []
 
 
 @pytest.mark.root

@@ -83,20 +83,26 @@ def check(launcher: str, exchange: Exchange, config: TrainConfig) -> None:
         raise Failure(f"{message}; hint: {hint}", exits.BAD_CONFIG)
 
 
-def begun(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """Return what a host needs that comes back during the run."""
-    return {"folder": str(folder), "identity": identity}
+def begun(job: Job, folder: Path) -> dict[str, Any]:
+    """Return what a host needs that comes back during the run: see `joined`."""
+    return {"folder": str(folder), "identity": job.run.identity(), "shares": job.run.plan.shares}
 
 
-def folder_to_join(world: Communicator, identity: dict[str, Any]) -> Path:
-    """Return the run folder that the members named. Raises Failure (78) if they have other settings."""
-    if differences := differing(world.begun["identity"], json.loads(json.dumps(identity))):
+def joined(job: Job) -> tuple[Job, Path]:
+    """Return the job of a rank whose host has come back, and the run folder.
+
+    Raises Failure (78) if the others have other settings.
+    """
+    run, world = job.run, job.ranks
+    if differences := differing(world.begun["identity"], json.loads(json.dumps(run.identity()))):
         raise Failure(
             f"{world.host} came back with other settings: {'; '.join(differences)}; hint: use the same version of "
             "hvdtrain and the same data on all hosts",
             exits.BAD_CONFIG,
         )
-    return Path(world.begun["folder"])
+    shares = world.begun["shares"]
+    plan = dataclasses.replace(run.plan, shares=tuple(shares) if shares else None)
+    return dataclasses.replace(job, run=dataclasses.replace(run, plan=plan)), Path(world.begun["folder"])
 
 
 def divided(job: Job, world: Communicator) -> tuple[Loader, BatchPlan]:

@@ -162,14 +162,13 @@ class Job:
     ) -> records.Summary | None:
         """Train in the run folder and print the summary. Returns rank 0's summary on all ranks. Collective.
 
-        Returns None if a signal stopped the run. `judge`: see `evaluation.Judge`. `documents`: JSON files to keep in the
-        folder, by name.
+        Returns None if a signal stopped the run. `documents`: JSON files to keep in the folder, by name.
         """
         ranks, config = self.ranks, self.run.config
         if ranks.joining:
-            folder = elastic.folder_to_join(ranks, self.run.identity())
+            job, folder = elastic.joined(self)
             ranks.set_run_folder(str(folder), run_folder.command(folder, self.run.workload, ranks))
-            return Loop(self, folder, replica=replica, stop=stop, judge=judge, precise_bn=precise_bn).run()
+            return Loop(job, folder, replica=replica, stop=stop, judge=judge, precise_bn=precise_bn).run()
         folder = run_folder.open_folder(config, self.run.workload, ranks)
         job = self._with_measured_shares(folder, replica) if config.shares == "measured" else self
         manifest.check_same(job, folder)

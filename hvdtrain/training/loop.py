@@ -105,7 +105,7 @@ class Loop:
         if self._config.resume and not self._world.joining:
             self._resume()
         self._stop.resumable = True
-        self._world.begin(elastic.begun(self._folder, self._run.identity()))
+        self._world.begin(elastic.begun(self._job, self._folder))
         (self._folder / "COMPLETE").unlink(missing_ok=True)
         with contextlib.ExitStack() as watching:
             watching.enter_context(self._observers.watching(self._at.step))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.errors import PeerLost
 from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies.base import Capabilities, ReducerCost, Strategy
 from hvdtrain.strategies.cost import Cost, Layout, Phase, Shape
@@ -46,9 +47,16 @@ class Synchronous(Strategy):
 
     def _reduced(self, reducer: Reducer, vector: np.ndarray, size: int) -> int:
         """`reduce`, which `abandon` can undo."""
-        if self._world.elastic:
-            self._undo = (*self._undo, (reducer, reducer.state()))
-        return reduce(self._world, reducer, vector, size)
+        if not self._world.elastic:
+            return reduce(self._world, reducer, vector, size)
+        if self._world.suspended:
+            raise PeerLost("an earlier exchange was interrupted")
+        self._undo = (*self._undo, (reducer, reducer.state()))
+        try:
+            return reduce(self._world, reducer, vector, size)
+        except PeerLost:
+            self._world.lost()  # other peers must not take the next bucket for the rest of this one
+            raise
 
     def _commit(self) -> None:
         """End the exchange of a step. Raises PeerLost or Aborted before anything was updated."""
@@ -68,7 +76,8 @@ class Synchronous(Strategy):
         return [self._reducer]
 
     def newcomer_state(self) -> dict[str, np.ndarray]:
-        return {name: array for name, array in self.state().items() if name != self._reducer.residual_key}
+        residual = self._reducers()[0].residual_key
+        return {name: array for name, array in self.state().items() if name != residual}
 
     def welcome(self, replica: Vectors, state: dict[str, np.ndarray]) -> None:
         self.load(self.state() | state)

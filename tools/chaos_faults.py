@@ -249,7 +249,8 @@ class Run:
         self._ranks = self.lab.ranks()
         time.sleep(self.random.uniform(0, 0.05))  # anywhere in a step
         injected_unix_s = time.time()
-        KINDS[self.case.kind](self)
+        if self.launcher.poll() is None:
+            KINDS[self.case.kind](self)
         ended = self.wait(LIMIT_S + began - time.monotonic(), lambda: seen.update(self.lab.ranks()), 0.2)
         self.launcher.send_signal(signal.SIGCONT if ended else signal.SIGKILL)
         code = self.launcher.wait()

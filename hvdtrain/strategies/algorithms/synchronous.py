@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.errors import PeerLost
 from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies.base import Capabilities, ReducerCost, Strategy
 from hvdtrain.strategies.cost import Cost, Layout, Phase, Shape
@@ -45,10 +46,17 @@ class Synchronous(Strategy):
         return Exchanged.of(vector[self._size :], sent)
 
     def _reduced(self, reducer: Reducer, vector: np.ndarray, size: int) -> int:
-        """`reduce`, which `abandon` can undo."""
-        if self._world.elastic:
-            self._undo = (*self._undo, (reducer, reducer.state()))
-        return reduce(self._world, reducer, vector, size)
+        """`reduce`, which `abandon` can undo. Raises PeerLost."""
+        if not self._world.elastic:
+            return reduce(self._world, reducer, vector, size)
+        if self._world.suspended:
+            raise PeerLost("an earlier exchange was interrupted")
+        self._undo = (*self._undo, (reducer, reducer.state()))
+        try:
+            return reduce(self._world, reducer, vector, size)
+        except PeerLost:
+            self._world.lost()  # the other members must not take the next bucket for this one
+            raise
 
     def _commit(self) -> None:
         """End the exchange of a step. Raises PeerLost or Aborted before anything was updated."""

@@ -47,6 +47,7 @@ def test_survivors_lose_nothing_wherever_a_rank_dies(strategy: str, kills: list[
         assert all(report["unchanged"]), "an interrupted exchange changed weights, momentum, statistics or a residual"
         assert report["digests"] == [reports[0]["digests"][0]] * len(reports), "the replicas differ"
         assert report["totals"] == reports[0]["totals"]
+        assert report["view"] == len(kills), "the survivors had to connect again"
         assert report["views"][-1] == [rank for rank in range(5) if rank not in killed]
     assert any(report["unchanged"] for report in reports)
 

@@ -52,6 +52,18 @@ def test_survivors_lose_nothing_wherever_a_rank_dies(strategy: str, kills: list[
     assert any(report["unchanged"] for report in reports)
 
 
+def test_a_rank_in_the_next_epoch_and_one_in_the_evaluation_continue_together(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    flags = [*SMALL, "--strategy", "powersgd", "--epochs", "3", "--check-replicas", "1", "--run-dir", str(folder)]
+    done = on_one_machine(4, str(PROGRAMS / "elastic_barrier.py"), "2", *flags)
+    assert done.returncode == 0, done.stderr
+    manifest, found = json.loads((folder / "manifest.json").read_text()), read_run(folder)
+    check_samples(found, manifest["data"]["train"])
+    assert [step.step for step in found["step"]] == list(range(found["summary"][0].steps))
+    assert [view.ranks for view in found["view"]] == [3]
+    assert len(found["epoch"]) == 3
+
+
 def test_a_view_needs_half_of_the_last_one_in_which_all_were_connected() -> None:
     members = Members(4, 1)
     assert members.lose(3) is None

@@ -98,7 +98,10 @@ def drawn(seed: int, rates: Sequence[str], kinds: Sequence[str]) -> Case:
     flags = ["--framework", framework, "--strategy", strategy, "--epochs", str(epochs), "--epoch-samples", str(samples)]
     flags += draw.choice([["--global-batch-size", str(BATCH * len(NAMES))], ["--batch-size", str(BATCH)]])
     flags += [] if kind == "evaluation" else ["--evaluate-samples", "64"]
-    flags += {"checkpoint": ["--checkpoint-steps", "1"], "disk": ["--checkpoint-steps", str(step + 1)]}.get(kind, [])
+    flags += {
+        "checkpoint": ["--checkpoint-steps", "1"],
+        "disk": ["--checkpoint-steps", str(step + 1), "--checkpoint-epochs", "0"],
+    }.get(kind, [])
     flags += ["--stall-limit", "2"] if kind == "pair" else []
     return Case(
         seed=seed,

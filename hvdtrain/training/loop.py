@@ -191,7 +191,8 @@ class Loop:
         assert isinstance(self._world, ElasticCommunicator)
         at = self._at
         # A rank that saw the end of an evaluation is in the next epoch, and others are not yet.
-        at.consumed = max(consumed for epoch, consumed in self._world.gather([at.epoch, at.consumed]) if epoch == at.epoch)
+        positions = self._world.gather([at.epoch, at.consumed])
+        at.consumed = max(consumed for epoch, consumed in positions if epoch == at.epoch)
         self._checkpoints = self._new_checkpoints()
         self._loader, self._plan = elastic.divided(self._job, self._world)
         elastic.keep_count(self._folder, self._world)

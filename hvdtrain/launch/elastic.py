@@ -167,7 +167,7 @@ class ElasticJob:
                 self._closed(index)
                 continue
             for message in messages:
-                host.heard_at = max(host.heard_at, time.monotonic())
+                host.heard_at = time.monotonic()  # its agent has started, so START_S does not count any more
                 self._take(index, message)
 
     def _closed(self, index: int) -> None:

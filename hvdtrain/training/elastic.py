@@ -211,6 +211,7 @@ class Transactions:
             self._world.commit()
             done = True
         except LOST:
+            self._interrupt()
             self._replica.load_local(before)
         self.regroup()
         return done, result
@@ -225,10 +226,15 @@ class Transactions:
             return {}
         return {name: array.copy() for name, array in self._replica.local_state().items()}
 
+    def _interrupt(self) -> None:
+        """Use the present connections no more, unless they are new: `commit` may have recovered before it failed."""
+        if not self._world.suspended:
+            self._world.lost()
+
     def abandon(self, statistics: dict[str, np.ndarray]) -> None:
         """Undo an interrupted step. `statistics`: those before it."""
         self._noticed_s = self._noticed_s or self._began_s
-        self._world.lost()
+        self._interrupt()
         self._strategy.abandon()
         self._replica.load_local(statistics)
         self.regroup()
@@ -252,6 +258,7 @@ class Transactions:
                 assert self._noticed_s is not None
                 self._adopt(time.perf_counter() - self._noticed_s)
             except PeerLost:
+                self._world.lost()
                 continue
             self._noticed_s = None
             self._world.resume()

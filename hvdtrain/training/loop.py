@@ -215,7 +215,9 @@ class Loop:
         """Divide the rest of the epoch among the present members. Collective."""
         assert isinstance(self._world, ElasticCommunicator)
         at = self._at
-        at.consumed = max(self._world.gather(at.consumed))
+        # A rank that saw the end of an evaluation is in the next epoch, and others are not yet.
+        positions = self._world.gather([at.epoch, at.consumed])
+        at.consumed = max(consumed for epoch, consumed in positions if epoch == at.epoch)
         self._checkpoints = self._new_checkpoints()
         self._loader, self._plan = elastic.divided(self._job, self._world)
         elastic.keep_count(self._folder, self._world)

@@ -139,7 +139,8 @@ def main(stop: lifecycle.StopSignal) -> int:
                 strategy.on_bucket_ready(number, replica.memory)
             done = strategy.step(replica, LR, clock)
         except LOST:
-            ranks.lost()
+            if not ranks.suspended:  # see Transactions._interrupt
+                ranks.lost()
             strategy.abandon()
             replica.load_local(statistics)
             unchanged.append(before == state())
@@ -153,7 +154,13 @@ def main(stop: lifecycle.StopSignal) -> int:
         totals += 0 if done.totals is None else done.totals
         transactions.regroup()
     digests = transactions.until_done(lambda: ranks.gather(hashlib.sha256(replica.weights().tobytes()).hexdigest()))
-    report = {"digests": digests, "unchanged": unchanged, "views": views, "totals": totals.tolist()}
+    report = {
+        "digests": digests,
+        "unchanged": unchanged,
+        "views": views,
+        "totals": totals.tolist(),
+        "view": ranks.view.number,
+    }
     (folder / f"{own}.json").write_text(json.dumps(report))
     transactions.until_done(lambda: None)
     return 0

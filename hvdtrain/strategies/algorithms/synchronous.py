@@ -46,7 +46,7 @@ class Synchronous(Strategy):
         return Exchanged.of(vector[self._size :], sent)
 
     def _reduced(self, reducer: Reducer, vector: np.ndarray, size: int) -> int:
-        """`reduce`, which `abandon` can undo."""
+        """`reduce`, which `abandon` can undo. Raises PeerLost."""
         if not self._world.elastic:
             return reduce(self._world, reducer, vector, size)
         if self._world.suspended:
@@ -55,7 +55,7 @@ class Synchronous(Strategy):
         try:
             return reduce(self._world, reducer, vector, size)
         except PeerLost:
-            self._world.lost()  # other peers must not take the next bucket for the rest of this one
+            self._world.lost()  # the other members must not take the next bucket for this one
             raise
 
     def _commit(self) -> None:

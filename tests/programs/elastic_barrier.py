@@ -17,16 +17,16 @@ from hvdtrain import resnet
 from hvdtrain.comm import lifecycle
 from hvdtrain.comm.backends import tcp
 from hvdtrain.comm.elastic import ElasticCommunicator
-from hvdtrain.training.loop import Loop
+from hvdtrain.training.evaluation import Evaluator
 
 
 def die_after_an_evaluation() -> None:
-    validated, confirm, swap = Loop._validated, ElasticCommunicator.confirm, tcp.swap
+    after_epoch, confirm, swap = Evaluator.after_epoch, ElasticCommunicator.confirm, tcp.swap
     evaluated, messages = False, 0
 
-    def evaluate(self: Loop, epoch: int) -> Any:
+    def evaluate(*arguments: Any) -> Any:
         nonlocal evaluated
-        result, evaluated = validated(self, epoch), True
+        result, evaluated = after_epoch(*arguments), True
         return result
 
     def deadly(*arguments: Any) -> Any:
@@ -42,7 +42,7 @@ def die_after_an_evaluation() -> None:
             tcp.swap = deadly
         confirm(self)
 
-    Loop._validated, ElasticCommunicator.confirm = evaluate, die  # type: ignore[method-assign]
+    Evaluator.after_epoch, ElasticCommunicator.confirm = evaluate, die  # type: ignore[method-assign]
 
 
 if os.environ["HVDTRAIN_ELASTIC_RANK"] == sys.argv.pop(1):

@@ -108,7 +108,7 @@ def parser(launcher: str, program: str | None = None) -> Parser:
     if launcher == "horovodrun":
         add("--gloo", action="store_true", help="run Horovod on Gloo instead of MPI")
     if launcher == "mpirun":
-        add("--elastic", action="store_true", help="continue without hosts that are lost (see docs/guides)")
+        add("--elastic", action="store_true", help="continue without lost hosts until they come back")
         add("--min-hosts", type=int, metavar="N", help="with --elastic: end the job below N hosts (default: 1)")
     add("--survive", action="store_true", help="keep running if a rank dies that the strategy can do without")
     add(

@@ -3,7 +3,7 @@
 mpirun ends all ranks when one dies, and its --enable-recovery returns 0 for failed jobs too. So this launcher starts an
 agent on each host over ssh (`agent`), and decides alone who belongs to the job. Each list of members is a view with a
 number. A host is lost if a signal ends one of its ranks, if its connection ends, or if it is silent for SILENCE_S.
-Nobody else makes views, so the two sides of a divided network can never both continue: a side without the launcher gets
+Only the launcher makes views, so the two sides of a divided network can never both continue: a side without the launcher gets
 no new view. A new view needs at least half of the hosts of the last one, and --min-hosts.
 
 A lost host is started again as soon as it answers. When its ranks are ready, rank 0 of the job opens the next view
@@ -307,7 +307,7 @@ class ElasticJob:
         return [index for index in absent if not self._hosts[index].gone and self._hosts[index].all_ready]
 
     def _announce(self) -> None:
-        """Tell the members whether hosts are ready to take part again. Their rank 0 answers between two steps."""
+        """Send the members the number of hosts that are ready to take part again. Rank 0 answers between two steps."""
         self._tell({"newcomers": len(self._newcomers())})
 
     def _admit(self) -> None:

@@ -1,4 +1,4 @@
-"""What a run does when its members change.
+"""How a run continues when its members change.
 
 It divides the work again. If rank 0 is lost, its files move to the new rank 0. A rank of a host that has come back gets
 the state of rank 0, between two steps.
@@ -48,11 +48,11 @@ LOST = (PeerLost, Aborted)
 
 @dataclasses.dataclass
 class Welcome:
-    """What a rank of a host that has come back needs, from rank 0."""
+    """The message from rank 0 to a rank whose host has come back."""
 
     position: dict[str, Any]
     due: list[bool]
-    """What all ranks are about to do: see `Loop`"""
+    """Whether all ranks are about to compare their replicas, save a checkpoint and stop: see `Loop`"""
     manifest: dict[str, Any]
     metrics: str
     """Rank 0's records so far"""
@@ -141,7 +141,7 @@ def records_number(world: Communicator, ranks: int) -> int:
 
 
 def copy_records(folder: Path, number: int, welcome: Welcome) -> None:
-    """Give a rank that has come back the manifest, and the records of rank 0 instead of its own, which have a gap."""
+    """Give a rank that has come back the manifest, and the records of rank 0, because its old records have a gap."""
     if not (folder / manifest.NAME).exists():
         records.write_document(folder / manifest.NAME, welcome.manifest)
     path = folder / "metrics" / f"rank{number:04d}.jsonl"
@@ -195,7 +195,7 @@ class Transactions:
         """Start of the current step"""
 
     def until_done(self, work: Callable[[], T]) -> T:
-        """Do collective work that changes nothing but running statistics, however many hosts are lost meanwhile."""
+        """Do collective work that changes nothing but running statistics, however many hosts are lost during it."""
         while True:
             done, result = self.attempt(work)
             if done:

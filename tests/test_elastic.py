@@ -17,6 +17,7 @@ from conftest import LIMIT_S, PROGRAMS, ROOT, SMALL, Cluster, document, environm
 from runs import read_run, results
 
 from hvdtrain.launch.members import Members
+from hvdtrain.results.live import LiveRun
 from hvdtrain.system.exits import Failure
 
 FOUR = "a:1,b:1,c:1,d:1"
@@ -261,6 +262,7 @@ def test_a_lost_host_comes_back(framework: str, strategy: str, host: str, four: 
         check_samples(found, 480)
     steps = [step.step for step in found["step"]]
     assert steps == list(range(len(steps)))
+    assert str(LiveRun(folder).frame().members).startswith(", ".join([*others, host]))
     back = read_run(folder, 4 if host == "a" else "abcd".index(host))
     assert [step.step for step in back["step"]] == steps, "its records continue those of rank 0"
 

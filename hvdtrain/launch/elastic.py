@@ -3,8 +3,8 @@
 mpirun ends all ranks when one dies, and its --enable-recovery returns 0 for failed jobs too. So this launcher starts an
 agent on each host over ssh (`agent`), and decides alone who belongs to the job. Each list of members is a view with a
 number. A host is lost if a signal ends one of its ranks, if its connection ends, or if it is silent for SILENCE_S.
-Only the launcher makes views, so the two sides of a divided network can never both continue: a side without the launcher gets
-no new view. A new view needs at least half of the hosts of the last one, and --min-hosts.
+Only the launcher makes views, so the two sides of a divided network can never both continue: a side without the
+launcher gets no new view. A new view needs at least half of the hosts of the last one, and --min-hosts.
 
 A lost host is started again as soon as it answers. When its ranks are ready, rank 0 of the job opens the next view
 between two steps, and gives them its state (`comm.elastic`).

@@ -209,7 +209,7 @@ class LiveRun:
         return self._primary in epoch.validation_scores
 
     def _timed(self) -> list[list[records.Step]]:
-        """Each rank's recent steps without warm-up."""
+        """Each present rank's recent steps without warm-up."""
         since = self._view.step if self._view else 0
         timed = (
             [step for step in recent if not step.warmup and step.step >= since] for recent in self._recent.values()

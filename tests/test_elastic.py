@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,7 +102,7 @@ def test_scripts_and_other_options_of_the_launcher_are_refused(tmp_path: Path) -
     done = on_one_machine(2, str(script))
     assert done.returncode == 78
     assert "hint: start this program without --elastic" in done.stderr
-    for launcher in (["--logs", str(tmp_path)], ["--survive"], ["--min-hosts", "0"]):
+    for launcher in (["--logs", str(tmp_path)], ["--survive"], ["--min-hosts", "0"], ["--slowest", "1"]):
         done = on_one_machine(2, "-c", "", launcher=launcher)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
 
@@ -122,9 +124,19 @@ def four() -> Iterator[Cluster]:
 class Run:
     """An elastic training on virtual hosts, in the background."""
 
-    def __init__(self, cluster: Cluster, folder: Path, *flags: str) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, *flags: str, launcher: Sequence[str] = ()) -> None:
         self.cluster, self.folder = cluster, folder
-        many = ["launch/mpirun.sh", "--elastic", "--quiet", "-H", FOUR, sys.executable, "-m", "hvdtrain.resnet"]
+        many = [
+            "launch/mpirun.sh",
+            "--elastic",
+            "--quiet",
+            *launcher,
+            "-H",
+            FOUR,
+            sys.executable,
+            "-m",
+            "hvdtrain.resnet",
+        ]
         with folder.with_suffix(".txt").open("w") as output:
             self.process = subprocess.Popen(
                 cluster.command("exec", "a", "--", *many, *SMALL[:4], "--run-dir", str(folder), *flags),
@@ -273,6 +285,29 @@ def views(folder: Path) -> Any:
         return read_run(folder)["view"]
     except Failure:  # its records are moving to another rank
         return []
+
+
+@pytest.mark.root
+def test_a_host_that_becomes_slow_is_put_out(four: Cluster, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    flags = ["--strategy", "powersgd", "--epochs", "200", "--checkpoint-epochs", "0", "--evaluate-samples", "32"]
+    run = Run(four, folder, *flags, launcher=["--slowest", "5"])
+    try:
+        run.wait_for_step(20)
+        (slow,) = run.ranks("c")
+        while run.process.poll() is None and not views(folder):
+            for number, seconds in ((signal.SIGSTOP, 0.2), (signal.SIGCONT, 0.01)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(slow, number)
+                time.sleep(seconds)
+        assert run.process.poll() is None, run.text()
+        run.wait_for_step(views(folder)[0].step + 20)
+    finally:
+        run.process.terminate()
+        assert run.process.wait(LIMIT_S) == 75, run.text()
+    (view,) = views(folder)
+    assert view.members == ["a", "b", "d"] and "host c takes" in view.reason
+    assert "came back" not in run.text()
 
 
 @pytest.mark.root

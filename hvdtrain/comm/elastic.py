@@ -21,6 +21,7 @@ import dataclasses
 import json
 import os
 import socket
+import statistics
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -39,6 +40,8 @@ CONNECT_S = 5.0
 """Time for the members of a new view to connect. A further lost host is noticed in less"""
 JOIN_S = 300.0
 """Time for the slowest rank to start"""
+PACE_STEPS = 10
+"""Steps whose median a rank reports to the launcher"""
 
 
 def unsupported() -> Failure:
@@ -176,6 +179,7 @@ class ElasticCommunicator(TcpCommunicator):
         self.joining, self.begun = rendezvous.joining, self._channel.begun
         self.suspended = self._lost = self._prepared = False
         self._commits = 0
+        self._pace: list[float] = []
         super().__init__(rendezvous, endpoint)
         self._channel.on_view = self.interrupt
 
@@ -189,6 +193,12 @@ class ElasticCommunicator(TcpCommunicator):
 
     def begin(self, run: Mapping[str, Any]) -> None:
         self._channel.send({"began": dict(run)})
+
+    def report_pace(self, compute_s: float) -> None:
+        self._pace.append(compute_s)
+        if len(self._pace) == PACE_STEPS:
+            self._channel.send({"pace": statistics.median(self._pace)})
+            self._pace.clear()
 
     def join(self) -> None:
         self._channel.newer(self.view.number, {"ready": True})

@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any
 
 from hvdtrain.launch.agent import BEAT_S, Line
-from hvdtrain.launch.members import RETURN_MAX_S, Host, Members
+from hvdtrain.launch.members import RETURN_MAX_S, Host, Members, slowness
 from hvdtrain.system import exits, net, ssh
 from hvdtrain.system.commands import Command
 from hvdtrain.system.hosts import Slots
@@ -36,6 +36,8 @@ SILENCE_S = 4.0
 """Silence of a host after which the others continue without it"""
 AGAIN_S = SILENCE_S + 1
 """Wait before the same members connect again, if a connection broke although no host is lost"""
+SLOW_REPORTS = 3
+"""Reports in a row after which a host counts as slow"""
 ATTEMPTS = 5
 """Views in a row in which the members could not connect, after which the job ends"""
 START_S = 30.0
@@ -63,9 +65,11 @@ class ElasticJob:
         environment: Mapping[str, str],
         *,
         min_hosts: int,
+        slowest: float,
         grace_s: float,
     ) -> None:
-        """`places`: each host with its slots and its address."""
+        """`places`: each host with its slots and its address. `slowest`: see `_heed_pace`."""
+        self._slowest = slowest
         self._grace_s, self._members = grace_s, Members(len(places), min_hosts)
         self._signals: list[signal.Signals] = []
         self._deadline: float | None = None
@@ -203,6 +207,8 @@ class ElasticJob:
         elif "ready" in message:
             next(host for host in self._hosts if rank in host.ranks).ready.add(rank)
             self._announce()
+        elif "pace" in message:
+            self._heed_pace(next(index for index, host in enumerate(self._hosts) if rank in host.ranks), rank, message)
         elif "admit" in message and message["admit"] == self._members.number:
             self._admit()
         elif "joined" in message and message["joined"] == self._members.number:
@@ -300,6 +306,18 @@ class ElasticJob:
         view = {"number": number, "ranks": host.ranks, "hosts": [host.name] * len(host.ranks), "reason": ""}
         host.process, host.line = self._agent(host.name, host.address, host.ranks, view)
         host.heard_at, host.lost, host.running, host.ready = time.monotonic() + START_S, False, {*host.ranks}, set()
+        host.pace_s, host.slow = {}, 0
+
+    def _heed_pace(self, index: int, rank: int, message: dict[str, Any]) -> None:
+        """Put out a host that computes `slowest` times as long as the others do, in SLOW_REPORTS reports in a row."""
+        host = self._hosts[index]
+        host.pace_s[rank] = message["pace"]
+        factor = slowness(host, [self._hosts[each] for each in self._members.present if each != index])
+        host.slow = host.slow + 1 if factor > self._slowest else 0
+        remaining = len(self._members.present) - 1
+        if host.slow >= SLOW_REPORTS * len(host.ranks) and self._members.refusal(remaining) is None:
+            self._lose(index, f"host {host.name} takes {factor:.1f} times as long as the others (--slowest)")
+            host.return_at = float("inf")
 
     def _newcomers(self) -> list[int]:
         """Hosts whose ranks are all ready to take part again."""

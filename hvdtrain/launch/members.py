@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import subprocess
 from collections.abc import Sequence
 
@@ -28,6 +29,10 @@ class Host:
     """Its ranks that have not ended"""
     ready: set[int] = dataclasses.field(default_factory=set)
     """After it was lost: its new ranks that are ready to take part again"""
+    pace_s: dict[int, float] = dataclasses.field(default_factory=dict)
+    """The newest report of each rank: how long it computes in a step"""
+    slow: int = 0
+    """Reports in a row with which the host was too slow"""
     wait_s: float = RETURN_S
     return_at: float = float("inf")
     """When it is started again"""
@@ -41,6 +46,12 @@ class Host:
     @property
     def gone(self) -> bool:
         return self.lost or not self.running
+
+
+def slowness(host: Host, others: Sequence[Host]) -> float:
+    """Return how many times as long as the median of the others a host computes in a step; 0 if it is not known."""
+    paces = [max(other.pace_s.values()) for other in others if other.pace_s]
+    return max(host.pace_s.values()) / statistics.median(paces) if paces and host.pace_s else 0.0
 
 
 class Members:
@@ -58,7 +69,10 @@ class Members:
         self.present.remove(host)
         self.returned.discard(host)
         self.number += 1
-        count = len(self.present)
+        return self.refusal(len(self.present))
+
+    def refusal(self, count: int) -> str | None:
+        """Return why `count` hosts cannot continue, or None if they can."""
         if count < self._least:
             return f"{count} of at least {self._least} hosts are left (--min-hosts)"
         if 2 * count < self._established:

@@ -284,6 +284,8 @@ class Loop:
         at.add(record, seconds=seconds, consumed=end)
         if self._adaptive:
             self._adaptive.add(record, seconds)
+        if not record.warmup:
+            self._world.report_pace(record.compute_s)
         self._world.step = at.step
         if self._steps_here == 0:
             self._first_step_s = process_age_s()

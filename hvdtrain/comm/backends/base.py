@@ -229,6 +229,9 @@ class Communicator:
     def begin(self, run: Mapping[str, Any]) -> None:
         """From now on the job may continue without a lost host. `run`: what hosts that come back need, as JSON."""
 
+    def report_pace(self, compute_s: float) -> None:
+        """Report how long this rank computed in a step, so that a host that became slow can be put out."""
+
     def join(self) -> None:
         """If `joining`: wait until the others let this rank take part. `recover` follows."""
 

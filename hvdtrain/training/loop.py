@@ -102,11 +102,12 @@ class Loop:
 
     def run(self) -> records.Summary | None:
         """Train to the end. Returns None if a signal stopped the run, after saving a checkpoint."""
-        if self._config.resume and not self._world.joining:
-            self._resume()
+        if not self._world.joining:
+            if self._config.resume:
+                self._resume()
+            (self._folder / "COMPLETE").unlink(missing_ok=True)
         self._stop.resumable = True
         self._world.begin(elastic.begun(self._job, self._folder))
-        (self._folder / "COMPLETE").unlink(missing_ok=True)
         with contextlib.ExitStack() as watching:
             watching.enter_context(self._observers.watching(self._at.step))
             self._began_unix_s, self._nic_began = time.time(), self._world.nic_counters()

@@ -111,6 +111,7 @@ def parser(launcher: str, program: str | None = None) -> Parser:
     if launcher == "mpirun":
         add("--elastic", action="store_true", help="continue without lost hosts until they come back")
         add("--min-hosts", type=int, metavar="N", help="with --elastic: end the job below N hosts (default: 1)")
+        add("--no-return", action="store_true", help="with --elastic: do not start lost hosts again")
         add("--slowest", type=float, metavar="X", help="with --elastic: drop a host X times as slow as the others")
     add("--survive", action="store_true", help="keep running if a rank dies that the strategy can do without")
     add(
@@ -211,6 +212,8 @@ def check_elastic(options: argparse.Namespace) -> None:
     is_elastic, least = getattr(options, "elastic", False), getattr(options, "min_hosts", None)
     if least is not None and (not is_elastic or least < 1):
         raise Failure(f"--min-hosts {least}; hint: give 1 or more, together with --elastic", exits.USAGE)
+    if getattr(options, "no_return", False) and not is_elastic:
+        raise Failure("--no-return; hint: give it together with --elastic", exits.USAGE)
     slowest = getattr(options, "slowest", None)
     if slowest is not None and not (is_elastic and slowest > 1):
         raise Failure(f"--slowest {slowest:g}; hint: give more than 1, together with --elastic", exits.USAGE)
@@ -301,6 +304,7 @@ def typed(plan: Plan, options: argparse.Namespace) -> str:
     words += ["--survive"] if options.survive else []
     if getattr(options, "elastic", False):
         words += ["--elastic", *(["--min-hosts", str(options.min_hosts)] if options.min_hosts else [])]
+        words += ["--no-return"] if options.no_return else []
         words += ["--slowest", f"{options.slowest:g}"] if options.slowest else []
     for name in ("nic", "rate", "logs"):
         if (value := getattr(options, name)) is not None:
@@ -352,7 +356,15 @@ def start_elastic(plan: Plan, variables: Mapping[str, str], options: argparse.Na
         return exits.OK
     sys.stderr.flush()
     least, slowest = options.min_hosts or 1, options.slowest or math.inf
-    job = elastic.ElasticJob(places, plan.command, passed, min_hosts=least, slowest=slowest, grace_s=options.grace)
+    job = elastic.ElasticJob(
+        places,
+        plan.command,
+        passed,
+        min_hosts=least,
+        slowest=slowest,
+        returns=not options.no_return,
+        grace_s=options.grace,
+    )
     return job.wait()
 
 

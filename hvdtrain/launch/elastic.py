@@ -66,10 +66,12 @@ class ElasticJob:
         *,
         min_hosts: int,
         slowest: float,
+        returns: bool,
         grace_s: float,
     ) -> None:
-        """`places`: each host with its slots and its address. `slowest`: see `_heed_pace`."""
-        self._slowest = slowest
+        """`places`: each host with its slots and its address. `slowest`: see `_heed_pace`. `returns`: whether lost hosts may
+        come back."""
+        self._slowest, self._returns = slowest, returns
         self._grace_s, self._members = grace_s, Members(len(places), min_hosts)
         self._signals: list[signal.Signals] = []
         self._deadline: float | None = None
@@ -282,7 +284,9 @@ class ElasticJob:
     def _bring_back(self, now: float) -> None:
         """Start lost hosts that answer again."""
         for index, host in enumerate(self._hosts):
-            if self._ending or self._finished or self._signals or not host.lost or now < host.return_at:
+            if not self._returns or self._ending or self._finished or self._signals:
+                return
+            if not host.lost or now < host.return_at:
                 continue
             if host.probe is None:
                 words = ["true"] if net.is_own(host.address) else ssh.command(host.name, ["true"])

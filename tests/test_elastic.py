@@ -124,7 +124,7 @@ def four() -> Iterator[Cluster]:
 class Run:
     """An elastic training on virtual hosts, in the background."""
 
-    def __init__(self, cluster: Cluster, folder: Path, *flags: str, launcher: Sequence[str] = ()) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, *flags: str, launcher: Sequence[str] = ("--no-return",)) -> None:
         self.cluster, self.folder = cluster, folder
         many = [
             "launch/mpirun.sh",
@@ -255,7 +255,8 @@ def test_a_lost_host_comes_back(framework: str, strategy: str, host: str, four: 
     """It gets the state of the others between two steps. Every replica is compared after each step or averaging."""
     folder = tmp_path / "run"
     flags = ["--strategy", strategy, "--epochs", "400", "--check-replicas", "1", "--framework", framework]
-    run = Run(four, folder, *flags, "--global-batch-size", "96", "--epoch-samples", "480", "--evaluate-samples", "32")
+    flags += ["--global-batch-size", "96", "--epoch-samples", "480", "--evaluate-samples", "32"]
+    run = Run(four, folder, *flags, launcher=[])
     run.wait_for_step(5)
     run.kill(host)
     try:

@@ -69,8 +69,8 @@ class ElasticJob:
         returns: bool,
         grace_s: float,
     ) -> None:
-        """`places`: each host with its slots and its address. `slowest`: see `_heed_pace`. `returns`: whether lost hosts
-        may come back."""
+        """`places`: each host with its slots and its address. `slowest`: see `_heed_pace`. `returns`: whether hosts may
+        come back."""
         self._slowest, self._returns = slowest, returns
         self._grace_s, self._members = grace_s, Members(len(places), min_hosts)
         self._signals: list[signal.Signals] = []

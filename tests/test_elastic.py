@@ -79,12 +79,7 @@ def test_what_cannot_continue_is_refused(flags: list[str], said: str) -> None:
     refused("resnet", *SMALL, *flags, code=78, said=said, extra=extra)
 
 
-def test_scripts_and_other_options_of_the_launcher_are_refused(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import hvdtrain.torch as hvd\nhvd.init()\n")
-    done = on_one_machine(2, str(script))
-    assert done.returncode == 78
-    assert "hint: start this program without --elastic" in done.stderr
+def test_other_options_of_the_launcher_are_refused(tmp_path: Path) -> None:
     for launcher in (["--logs", str(tmp_path)], ["--survive"], ["--min-hosts", "0"]):
         done = on_one_machine(2, "-c", "", launcher=launcher)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr

@@ -7,8 +7,8 @@
             state.commit()
 
 If a host is lost, each collective call raises an error in the ranks that are left. `run` catches it. The ranks connect
-again, return to the last commit, and call the function once more. A commit is a transaction (see `comm.elastic`), so all
-ranks return to the same one. Without --elastic, `run` only calls the function.
+again, return to the last commit, and call the function once more. A commit is a transaction (see `comm.elastic`), so
+all ranks return to the same one. Without --elastic, `run` only calls the function.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ assert train(state) == "done"
 for parameter in model.parameters():
     mean = hvd.allreduce(parameter.data, name="mean")
     assert torch.allclose(mean, parameter.data, atol=1e-6), "calls after the function use the present ranks"
-digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in model.state_dict().values())).hexdigest()
+digest = hashlib.sha256(b"".join(value.detach().numpy().tobytes() for value in model.parameters())).hexdigest()
 report = {"digests": hvd.allgather_object(digest, name="digests"), "resets": resets, "seen": state.seen}
 report |= {"steps": state.steps, "lr": schedule.get_last_lr(), "rank": hvd.rank(), "size": hvd.size()}
 (folder / f"{first_rank}.json").write_text(json.dumps(report))

@@ -14,7 +14,7 @@ TORCH, KERAS = (["-W", "ignore", str(PROGRAMS / name)] for name in ("own_elastic
 
 
 def reports(folder: Path) -> list[Any]:
-    """What each rank that was left has written, in the order of their final ranks."""
+    """The reports of the ranks that were left, in the order of their final numbers."""
     written = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
     return sorted(({**report, "first": int(name)} for name, report in written.items()), key=lambda each: each["rank"])
 

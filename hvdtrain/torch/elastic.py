@@ -19,6 +19,10 @@ from hvdtrain.torch.exchanging import STATE, Exchanging
 from hvdtrain.torch.optimizer import broadcast_optimizer_state
 
 
+LARGE = torch.nn.Module, torch.optim.Optimizer
+"""What is not sent if all ranks have the same"""
+
+
 class ObjectState(State):
     """Plain objects, and objects with `state_dict` and `load_state_dict`."""
 
@@ -35,22 +39,22 @@ class ObjectState(State):
         value.load_state_dict(saved)
 
     def _share(self) -> None:
-        for name in self._names:
-            if isinstance(value := getattr(self, name), Exchanging):
+        values = {name: getattr(self, name) for name in self._names}
+        for value in values.values():
+            if isinstance(value, Exchanging):
                 value.share_loaded_state()
-        own = {name: digest(_contents(getattr(self, name))) for name in self._names}
+        large = {name: value for name, value in values.items() if isinstance(value, LARGE)}
+        own = {name: digest(value.state_dict()) for name, value in large.items()}
         ranks = horovod.allgather_object(own, name="elastic.digests")
-        for name in self._names:
-            if len({each[name] for each in ranks}) > 1:  # equal values need not cross a slow network
-                self._broadcast(name, getattr(self, name))
-
-    def _broadcast(self, name: str, value: Any) -> None:
-        if isinstance(value, torch.nn.Module):
-            horovod.broadcast_parameters(value.state_dict(), root_rank=0)
-        elif isinstance(value, torch.optim.Optimizer):
-            broadcast_optimizer_state(value, root_rank=0)
-        else:
-            self._put(name, horovod.broadcast_object(_contents(value), root_rank=0, name=f"elastic.{name}"))
+        for name, value in values.items():
+            if name not in large:
+                self._put(name, horovod.broadcast_object(_contents(value), root_rank=0, name=f"elastic.{name}"))
+            elif len({each[name] for each in ranks}) == 1:
+                continue  # equal values need not cross a slow network
+            elif isinstance(value, torch.nn.Module):
+                horovod.broadcast_parameters(value.state_dict(), root_rank=0)
+            else:
+                broadcast_optimizer_state(value, root_rank=0)
 
 
 class TorchState(ObjectState):

@@ -18,7 +18,6 @@ from hvdtrain.torch import api as horovod
 from hvdtrain.torch.exchanging import STATE, Exchanging
 from hvdtrain.torch.optimizer import broadcast_optimizer_state
 
-
 LARGE = torch.nn.Module, torch.optim.Optimizer
 """What is not sent if all ranks have the same"""
 

@@ -171,11 +171,11 @@ def init(front: Front, comm: Any = None, process_sets: Any = None, strategy: str
     else:
         if _group is None:
             _group = _launched(front)
-            if _group.rendezvous.rank == 0 and strategy is None and os.environ.get(VARIABLE) is None:
-                name = WITHOUT_HOROVOD.get(launch_env().launcher)
+            name = WITHOUT_HOROVOD.get(launch_env().launcher)
+            if name and _group.rendezvous.rank == 0 and strategy is None and os.environ.get(VARIABLE) is None:
                 _print(f"Horovod does not support {name}; using {exchange} (set {VARIABLE} to change it)")
         if launch_env().launcher == "elastic" and process_sets:
-            raise Failure("--elastic cannot be combined with process sets; hint: leave process_sets= out", exits.USAGE)
+            raise Failure("--elastic cannot be combined with process sets; hint: leave process_sets= out", exits.BAD_CONFIG)
         _job = _job or Job(_group, front.framework)
         _carry(front, _job)
         front.module.init(comm, process_sets)

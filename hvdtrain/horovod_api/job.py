@@ -175,7 +175,8 @@ def init(front: Front, comm: Any = None, process_sets: Any = None, strategy: str
             if name and _group.rendezvous.rank == 0 and strategy is None and os.environ.get(VARIABLE) is None:
                 _print(f"Horovod does not support {name}; using {exchange} (set {VARIABLE} to change it)")
         if launch_env().launcher == "elastic" and process_sets:
-            raise Failure("--elastic cannot be combined with process sets; hint: leave process_sets= out", exits.BAD_CONFIG)
+            problem = "--elastic cannot be combined with process sets; hint: leave process_sets= out"
+            raise Failure(problem, exits.BAD_CONFIG)
         _job = _job or Job(_group, front.framework)
         _carry(front, _job)
         front.module.init(comm, process_sets)

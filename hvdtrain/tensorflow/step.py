@@ -131,17 +131,18 @@ class Step:
         return self._strategy
 
     def _made(self) -> Strategy:
-        if self._present() is None:
+        strategy = self._present()
+        if strategy is None:
             shapes = [tuple(variable.shape) for variable in self._flat.variables]
-            self._strategy, self.world = job.job().strategy(self.exchange, shapes)
-            self._generation = job.job().generation
+            strategy, self.world = job.job().strategy(self.exchange, shapes)
+            self._strategy, self._generation = strategy, job.job().generation
             if self._loaded is not None:
-                self._strategy.load(self._loaded)
-            if self._strategy.capabilities.local_updates:
+                strategy.load(self._loaded)
+            if strategy.capabilities.local_updates:
                 weights = 0 if self._loaded is not None else zlib.crc32(self.weights().data)
                 hint = "build the model, and call hvd.broadcast_variables(model.variables, root_rank=0)"
                 job.check_beginning(self.world, weights, hint)
-        return self._strategy
+        return strategy
 
     # --- strategies.Vectors -------------------------------------------------------------------------------------
 

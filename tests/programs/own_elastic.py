@@ -35,7 +35,7 @@ data = torch.utils.data.TensorDataset(features, features.square().sum(1) > 5, to
 sampler = hvd.elastic.ElasticSampler(data, seed=4)
 loader = torch.utils.data.DataLoader(data, batch_size=BATCH, sampler=sampler)
 model = torch.nn.Sequential(
-    torch.nn.Linear(6, 40), torch.nn.BatchNorm1d(40), torch.nn.ReLU(), torch.nn.Linear(40, 500), torch.nn.Linear(500, 2)
+    torch.nn.Linear(6, 40), torch.nn.LayerNorm(40), torch.nn.ReLU(), torch.nn.Linear(40, 500), torch.nn.Linear(500, 2)
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.9)

@@ -46,7 +46,7 @@ PACE_STEPS = 10
 
 def unsupported() -> Failure:
     """The error of a program that cannot continue without a lost host, although its launcher expects it."""
-    what = "--elastic works with hvdtrain's own workloads only"
+    what = "--elastic works with hvdtrain's own workloads, and with scripts that call hvd.elastic.run"
     return Failure(f"{what}; hint: start this program without --elastic", exits.BAD_CONFIG)
 
 
@@ -180,6 +180,8 @@ class ElasticCommunicator(TcpCommunicator):
         self.suspended = self._lost = self._prepared = False
         self._commits = 0
         self._pace: list[float] = []
+        self.on_interrupt: Callable[[], None] = lambda: None
+        """Called in any thread when a host was lost, to interrupt other connections between the ranks too"""
         super().__init__(rendezvous, endpoint)
         self._channel.on_view = self.interrupt
 
@@ -227,11 +229,8 @@ class ElasticCommunicator(TcpCommunicator):
     def interrupt(self) -> None:
         self.suspended = True
         with self._closing:
-            for stream in self._all_streams():
-                try:
-                    stream.socket.shutdown(socket.SHUT_RDWR)
-                except OSError:  # the other end was faster
-                    continue
+            super().interrupt()
+        self.on_interrupt()
 
     def lost(self) -> None:
         self._lost = True

@@ -24,7 +24,6 @@ from hvdtrain.comm.backends import tcp
 from hvdtrain.comm.errors import PeerLost
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Clock
-from hvdtrain.system import exits
 from hvdtrain.training.elastic import LOST, Transactions
 
 SHAPES = ((60, 50), (50,), (80, 70), (70, 90), (30,))
@@ -96,8 +95,6 @@ def die_in_message(ranks: Any, step: int, number: int) -> None:
 def main(stop: lifecycle.StopSignal) -> int:
     folder, text, kills = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     ranks: Any = world.find_ranks("torch", horovod=False, elastic=True).connect("torch", backend="tcp")
-    if ranks.joining:
-        return exits.BAD_CONFIG  # not started again
     own, replica, clock = ranks.rank, Replica(), Clock()
     strategy: Any = strategies.parse(text).make(TrainConfig(strategy=text), ranks, SHAPES)
     buckets, local = strategy.buckets(), strategy.capabilities.local_updates

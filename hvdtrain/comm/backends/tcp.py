@@ -12,7 +12,9 @@ they did, a slow link's queue would drop packets, and TCP would notice only afte
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import socket
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -169,6 +171,12 @@ class TcpCommunicator(Communicator):
         # No wait: messages already sent still arrive, and a peer that waits for more notices that this rank is gone.
         for stream in self._all_streams():
             stream.socket.close()
+
+    def interrupt(self) -> None:
+        """End all transfers with PeerLost, now and from now on. Called from any thread."""
+        for stream in self._all_streams():
+            with contextlib.suppress(OSError):  # the other end was faster
+                stream.socket.shutdown(socket.SHUT_RDWR)
 
     def _all_streams(self) -> list[Stream]:
         return [stream for stream in (*self._members, *self._streams, self._leader) if stream is not None]

@@ -1,0 +1,113 @@
+"""Scripts with Horovod's elastic API: they continue without lost hosts, and run unchanged without --elastic."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import PROGRAMS, launch
+from test_elastic import on_one_machine
+
+TORCH, KERAS = (["-W", "ignore", str(PROGRAMS / name)] for name in ("own_elastic.py", "own_elastic_keras.py"))
+
+
+def reports(folder: Path) -> list[Any]:
+    """The reports of the ranks that were left, in the order of their final numbers."""
+    written = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    return sorted(({**report, "first": int(name)} for name, report in written.items()), key=lambda each: each["rank"])
+
+
+def check(found: list[Any], steps: int | None = None) -> None:
+    """The ranks agree, and each sample of an `ElasticSampler` counted once per epoch."""
+    assert [(each["rank"], each["size"]) for each in found] == [(rank, len(found)) for rank in range(len(found))]
+    for report in found:
+        assert report["digests"] == [found[0]["digests"][0]] * len(found)
+        assert (report["steps"], report["lr"]) == (steps or found[0]["steps"], found[0]["lr"])
+        assert [sorted(epoch) for epoch in report["seen"]] == [list(range(72))] * 3
+
+
+@pytest.mark.parametrize(
+    ("strategy", "arguments", "kills"),
+    [
+        ("hierarchical", {}, [[1, 3, 1], [0, 7, 6]]),
+        ("powersgd:rank=2", {}, [[0, 2, 9], [3, 8, 3]]),
+        ("local-sgd:every=2", {}, [[2, 2, 2], [0, 9, 5]]),
+        ("hierarchical", {"fp16": True}, [[0, 3, 2], [2, 6, 14]]),
+    ],
+)
+def test_torch_continues_from_the_last_commit(
+    strategy: str, arguments: dict[str, Any], kills: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVDTRAIN_STRATEGY", strategy)
+    done = on_one_machine(4, *TORCH, str(tmp_path), json.dumps(kills), json.dumps(arguments))
+    assert done.returncode == 0, done.stderr
+    found = reports(tmp_path)
+    assert {report["first"] for report in found} == {0, 1, 2, 3} - {rank for rank, *_ in kills}
+    check(found)
+    for report in found:
+        assert [size for *_, size in report["resets"]] == [3, 2]
+        assert all(steps >= committed for steps, committed, *_ in report["resets"]), "a commit was lost"
+
+
+@pytest.mark.parametrize("strategy", ["powersgd:rank=2", "local-sgd:every=2"])
+def test_a_rank_that_comes_back_continues_with_the_others(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVDTRAIN_STRATEGY", strategy)
+    words = [*TORCH, str(tmp_path), "[[0, 3, 2]]", '{"sleep_s": 0.8}']
+    done = on_one_machine(3, *words, launcher=[])
+    assert done.returncode == 0, done.stderr
+    found = reports(tmp_path)
+    assert [report["first"] for report in found] == [1, 2, 0], "it is the last rank now"
+    check(found)
+    assert [[size for *_, size in report["resets"]] for report in found] == [[2, 3], [2, 3], [3]]
+
+
+@pytest.mark.parametrize(("ranks", "launcher"), [(0, ""), (2, "horovodrun")])
+def test_the_same_script_runs_without_elastic(ranks: int, launcher: str, tmp_path: Path) -> None:
+    done = launch(ranks, [*TORCH, str(tmp_path), "[]"], launcher)
+    assert done.returncode == 0, done.stderr[-3000:]
+    check(reports(tmp_path), 3 * 72 // (3 * max(1, ranks)))
+
+
+@pytest.mark.parametrize(("strategy", "left"), [("powersgd", [2]), ("local-sgd:every=3", [0, 2])])
+def test_keras_continues_from_the_last_commit(
+    strategy: str, left: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVDTRAIN_STRATEGY", strategy)
+    done = on_one_machine(3, *KERAS, str(tmp_path), json.dumps({"1": [3, None], "0": [None, 4]}))
+    assert done.returncode == 0, done.stderr
+    found = reports(tmp_path)
+    assert [report["first"] for report in found] == left
+    for report in found:
+        assert report["fit"] == [report["fit"][0]] * 2
+        assert (report["epoch"], report["steps of fit"]) == (2, 12), "each step counts once"
+        assert report["resets"][0][:2] == [0, 2]
+        assert report.get("steps of the loop", 6) == 6
+
+
+def test_keras_runs_without_elastic(tmp_path: Path) -> None:
+    done = launch(2, [*KERAS, str(tmp_path), "{}"], "horovodrun")
+    assert done.returncode == 0, done.stderr[-3000:]
+    for report in reports(tmp_path):
+        assert report["fit"] == [report["fit"][0]] * 2 and report["loop"] == [report["loop"][0]] * 2
+        assert (report["steps of fit"], report["steps of the loop"]) == (12, 6)
+
+
+def test_a_script_that_trains_outside_the_function_is_refused_in_one_line(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, hvdtrain.torch as hvd\n"
+        "hvd.init()\n"
+        "net = torch.nn.Linear(2, 2)\n"
+        "optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), net.named_parameters())\n"
+        "for step in range(9):\n"
+        "    net(torch.ones(1, 2)).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    done = on_one_machine(2, str(script))
+    assert done.returncode == 78
+    assert "hint: call a function with the decorator @hvd.elastic.run" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -8,7 +8,8 @@
 
 If a host is lost, each collective call raises an error in the ranks that are left. `run` catches it. The ranks connect
 again, return to the last commit, and call the function once more. A commit is a transaction (see `comm.elastic`), so
-all ranks return to the same one. A host that has come back takes part after a commit of rank 0. Without --elastic, `run` only calls the function.
+all ranks return to the same one. A host that has come back takes part after a commit of rank 0. Without --elastic,
+`run` only calls the function.
 """
 
 from __future__ import annotations

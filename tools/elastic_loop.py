@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from hvdtrain import data
@@ -41,7 +42,8 @@ times = (options.folder / f"{os.getpid()}.txt").open("a", buffering=1)
 
 def batches(rank: int) -> Iterator[Any]:
     for first in itertools.cycle(range(rank * BATCH, len(split) - BATCH, 4 * BATCH)):
-        yield split.batch(range(first, first + BATCH), range(first, first + BATCH), None)
+        samples = np.arange(first, first + BATCH)
+        yield split.batch(samples, samples, None)
 
 
 def step(loss_of: Callable[..., Any], batch: Any) -> None:
@@ -57,7 +59,7 @@ def with_horovod() -> None:
     if options.library == "horovod":
         import horovod.torch as hvd
     else:
-        import hvdtrain.torch as hvd  # type: ignore[no-redef]
+        import hvdtrain.torch as hvd
 
     hvd.init()
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())

@@ -60,7 +60,7 @@ class Overlapped(Synchronous):
 
     def buckets(self) -> list[range]:
         ranges = buckets(self._shapes)
-        if len(ranges) == 1 or self._world.hosts_count == 1:
+        if len(ranges) == 1 or (self._world.hosts_count == 1 and not self._world.joining):
             return []
         borders = [0, *itertools.accumulate(math.prod(shape) for shape in self._shapes)]
         slices = [slice(borders[bucket.start], borders[bucket.stop]) for bucket in ranges]

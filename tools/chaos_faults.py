@@ -1,4 +1,4 @@
-"""The faults of tools/chaos.py: four virtual hosts, an elastic training on them, and what is done to it."""
+"""The faults of tools/chaos.py: four virtual hosts, and an elastic training on them."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class Lab:
         run(["ip", "-n", self._netns[sender], "neigh", "replace", *to])
 
     def limit_disk(self, host: str, folder: Path) -> None:
-        """Give a host a disk of its own at `folder`, which holds 1 MiB."""
+        """Mount a file system of 1 MiB at `folder` on one host only."""
         inside = virtual.inside(self._cluster, host, share=False)
         run([*inside, "mount", "-t", "tmpfs", "-o", "size=1m", "hvdtrain-chaos", str(folder)])
         self._disks.append((host, folder))
@@ -175,7 +175,7 @@ class Lab:
             run(["ip", "-n", self._netns[host], "neigh", "flush", "dev", "eth0", "nud", "permanent"])
 
     def clean(self) -> None:
-        """Undo all faults, and end what a run has left."""
+        """Undo all faults, and end the processes that are left."""
         self.heal()
         while left := self.processes():
             send(left, signal.SIGKILL)
@@ -245,7 +245,7 @@ class Run:
         self.wait(HELD_S)
 
     def finished(self) -> dict[str, Any]:
-        """Wait for the step of the case, let the fault happen, and return what the records do not contain."""
+        """Wait for the step of the case, let the fault happen, and return the facts that are not in the records."""
         began, seen = time.monotonic(), set[int]()
         first, wanted = self._folder / "metrics" / "rank0000.jsonl", f'"type":"step","step":{self.case.step},'.encode()
         self.wait(LIMIT_S, lambda: first.exists() and wanted in first.read_bytes())

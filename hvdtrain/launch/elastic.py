@@ -151,11 +151,11 @@ class ElasticJob:
             self._check(time.monotonic())
             self._bring_back(time.monotonic())
         self._dismiss()
+        if self._code is not None:
+            return self._code
         if self._finished:
             return exits.OK
-        if self._code is None and self._signals:
-            return 128 + self._signals[0]
-        return exits.FAILED if self._code is None else self._code
+        return 128 + self._signals[0] if self._signals else exits.FAILED
 
     # --- what arrives ----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Keras' fit, and then a loop with a gradient tape, in ranks that kill themselves: see own_elastic.py.
 
-KILLS is a JSON object: the step of `fit` and the step of the loop before which each rank dies, by rank.
+KILLS is a JSON object: the step of `fit` and the step of the loop before which each rank dies, by rank. A third
+argument is the strategy of `fit`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hvdtrain.tensorflow import DistributedGradientTape, allgather_object
 
 STEPS, EPOCHS = 6, 2
 
-folder, kills = Path(sys.argv[1]), json.loads(sys.argv[2])
+folder, kills, strategy = Path(sys.argv[1]), json.loads(sys.argv[2]), (*sys.argv[3:], None)[0]
 hvd.init()
 first_rank = int(os.environ.get("HVDTRAIN_ELASTIC_RANK", hvd.rank()))
 keras.utils.set_random_seed(hvd.rank())  # the state makes the ranks equal
@@ -30,7 +31,7 @@ x = np.random.default_rng(5).normal(size=(240, 8)).astype(np.float32)
 y = (x.sum(1) > 0).astype(np.int64)
 model = keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(2)])
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), loss)
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), strategy=strategy), loss)
 state = hvd.elastic.KerasState(model, epoch=0, batch=0)
 resets: list[list[int]] = []
 state.register_reset_callbacks([lambda: resets.append([state.epoch, state.batch, hvd.rank(), hvd.size()])])
@@ -89,7 +90,6 @@ def train(loop: Any) -> list[str]:
     return digests()
 
 
-if "local-sgd" not in os.environ.get("HVDTRAIN_STRATEGY", ""):  # a tape does not see the update
-    report |= {"loop": train(loop), "steps of the loop": int(other.iterations)}
+report |= {"loop": train(loop), "steps of the loop": int(other.iterations)}
 report |= {"resets": resets, "epoch": state.epoch, "rank": hvd.rank(), "size": hvd.size()}
 (folder / f"{first_rank}.json").write_text(json.dumps(report))

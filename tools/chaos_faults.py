@@ -214,7 +214,17 @@ class Run:
         if case.kind == "disk":
             lab.limit_disk(case.victims[0], folder)
         hosts = ",".join(f"{name}:{case.hosts.count(name)}" for name in NAMES)
-        words = ["--elastic", "-H", hosts, sys.executable, *TRAIN, "--run-dir", str(self._folder), *case.flags]
+        words = [
+            "--elastic",
+            "--no-return",
+            "-H",
+            hosts,
+            sys.executable,
+            *TRAIN,
+            "--run-dir",
+            str(self._folder),
+            *case.flags,
+        ]
         self.launcher = lab.start(case.launcher, *words, output=folder / "output.txt")
         self._ranks: dict[int, str] = {}
 

@@ -49,7 +49,7 @@ def test_torch_continues_from_the_last_commit(
     done = on_one_machine(hosts, *TORCH, *words)
     assert done.returncode == 0, done.stderr
     found = reports(tmp_path)
-    assert {report["first"] for report in found} == {*range(hosts)} - {rank for rank, *_ in kills}
+    assert {report["first"] for report in found} == {*range(hosts)} - {rank for rank, *_ in kills}, done.stderr
     check(found)
     for report in found:
         assert [size for *_, size in report["resets"]] == [hosts - 1 - each for each in range(len(kills))]
@@ -80,7 +80,7 @@ def test_keras_continues_from_the_last_commit(tmp_path: Path, monkeypatch: pytes
     done = on_one_machine(3, *KERAS, str(tmp_path), kills, "local-sgd:every=3")
     assert done.returncode == 0, done.stderr
     (report,) = reports(tmp_path)
-    assert (report["first"], report["rank"], report["size"]) == (2, 0, 1)
+    assert (report["first"], report["rank"], report["size"]) == (2, 0, 1), done.stderr
     assert report["fit"] == [report["fit"][0]] * 2
     assert (report["epoch"], report["steps of fit"], report["steps of the loop"]) == (2, 12, 6), "a step counts once"
     assert report["resets"] == [[0, 2, 1, 2], [4, 0, 0, 1]]

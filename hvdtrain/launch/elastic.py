@@ -234,7 +234,10 @@ class ElasticJob:
             self._finished = True  # rank 0 writes COMPLETE before any rank ends
         elif code < 0 and not self._ending:
             name = signal.Signals(-code).name if -code in {*signal.Signals} else str(-code)
-            self._lose(index, f"rank {rank} on {host.name} was ended by {name}")
+            reason = f"rank {rank} on {host.name} was ended by {name}"
+            if self._finished:
+                _say(f"{reason}, after another rank had finished")
+            self._lose(index, reason)
         elif self._code is None and code > 0:
             self._code = code
             last = time.monotonic() + LAST_WORDS_S

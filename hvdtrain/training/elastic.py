@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import secrets
 import shutil
 import time
 import zlib
@@ -158,7 +157,7 @@ def take_over(folder: Path, rank: int) -> None:
     The records of the lost rank 0 are kept under another name. Raises Failure (73, 74).
     """
     if not locks.holds():  # rank 0 held the lock of a folder that all hosts share
-        locks.take(folder, secrets.token_hex(8), records.utc_now())
+        locks.take_over(folder, records.utc_now())
     first = folder / "metrics" / "rank0000.jsonl"
     own = first.with_name(f"rank{rank:04d}.jsonl")
     copy = first.with_name(f".rank0000-{os.getpid()}")

@@ -78,12 +78,23 @@ def take_over(folder: Path, since_utc: str) -> None:
         while _job and not _held:
             time.sleep(RETRY_S)
             with contextlib.suppress(Failure, OSError):
-                take(folder, job, since_utc)
+                take(folder, own, since_utc)
 
-    job = _job
-    take(folder, job, since_utc)
+    own = _job
+    take(folder, own, since_utc)
     if not _held:
         threading.Thread(target=retry, name="hvdtrain-lock", daemon=True).start()
+
+
+def job() -> str:
+    """Return the job for which this process takes locks; empty for none."""
+    return _job
+
+
+def join(other: str) -> None:
+    """Belong to a job whose other processes have locked the folder."""
+    global _job
+    _job = other
 
 
 def held(folder: Path) -> bool | None:

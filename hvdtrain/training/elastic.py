@@ -52,6 +52,8 @@ class Welcome:
     position: dict[str, Any]
     due: list[bool]
     """Whether all ranks are about to compare their replicas, save a checkpoint and stop: see `Loop`"""
+    lock: str
+    """The job that holds the lock of the run folder: see `locks.job`"""
     manifest: dict[str, Any]
     metrics: str
     """Rank 0's records so far"""
@@ -141,6 +143,7 @@ def records_number(world: Communicator, ranks: int) -> int:
 
 def copy_records(folder: Path, number: int, welcome: Welcome) -> None:
     """Give a rank that has come back the manifest, and the records of rank 0, because its old records have a gap."""
+    locks.join(welcome.lock)
     if not (folder / manifest.NAME).exists():
         records.write_document(folder / manifest.NAME, welcome.manifest)
     path = folder / "metrics" / f"rank{number:04d}.jsonl"

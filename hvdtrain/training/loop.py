@@ -30,7 +30,7 @@ from hvdtrain.frameworks import Replica
 from hvdtrain.observe.progress import Progress
 from hvdtrain.observe.timing import WARMUP_STEPS, Clock, Spent, process_age_s, step_shares
 from hvdtrain.strategies import STOP, parse
-from hvdtrain.system import exits
+from hvdtrain.system import exits, locks
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import consistency, elastic, manifest, observers, snapshot
 from hvdtrain.training.adaptive import Adaptive, average_optimizer
@@ -208,6 +208,7 @@ class Loop:
         return elastic.Welcome(
             position=dataclasses.asdict(self._at),
             due=[self._check_due, self._save_due, self._stopping],
+            lock=locks.job(),
             manifest=json.loads((self._folder / manifest.NAME).read_text()),
             metrics=(self._folder / "metrics" / "rank0000.jsonl").read_text(),
         ).as_bytes(snapshot.for_newcomers(self._replica, self._strategy))

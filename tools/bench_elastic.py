@@ -62,7 +62,7 @@ class Training:
             words = ["horovodrun", "-np", "4", "--min-np", "3", "--max-np", "4", "--network-interfaces", "eth0"]
             commands["a"] = [str(bin_ / words[0]), *words[1:], "--host-discovery-script", str(discovery), python, *loop]
         else:
-            words = ["--nnodes", "3:4", "--nproc-per-node", "1", "--max-restarts", "9", "--rdzv-backend", "c10d"]
+            words = ["--nnodes", "4", "--nproc-per-node", "1", "--max-restarts", "9", "--rdzv-backend", "c10d"]
             words += ["--rdzv-endpoint", "a:29400", "--rdzv-id", "bench"]
             commands = {host: [str(bin_ / "torchrun"), *words, *loop] for host in NAMES}
         self._started = []
@@ -111,6 +111,7 @@ def seconds_to_continue(lab: Lab, name: str, library: str, folder: Path) -> floa
 def main(arguments: list[str]) -> int:
     top = Parser(description=__doc__)
     top.add_argument("--rounds", type=int, default=3, help="kills per library (default: 3)")
+    top.add_argument("--libraries", type=lambda text: text.split(","), default=list(LIBRARIES), help="default: all")
     top.add_argument("--rate", default=UNLIMITED, help="rate of the links (default: unlimited)")
     top.add_argument("--name", default="elastic", help="name of the virtual cluster (default: elastic)")
     top.add_argument("--out", type=Path, default=ROOT / "results" / "elastic", help="folder of the logs")
@@ -118,12 +119,12 @@ def main(arguments: list[str]) -> int:
     options: argparse.Namespace = top.parse_args(arguments)
     need_root("the virtual cluster")
     shutil.rmtree(options.out, ignore_errors=True)
-    found: dict[str, list[float]] = {library: [] for library in LIBRARIES}
+    found: dict[str, list[float]] = {library: [] for library in options.libraries}
     try:
         lab = Lab(options.name)
         lab.set_rate(options.rate)
         for number in range(options.rounds):
-            for library in LIBRARIES:
+            for library in options.libraries:
                 seconds = seconds_to_continue(lab, options.name, library, options.out.resolve() / f"{library}-{number}")
                 found[library].append(seconds)
                 print(f"round {number + 1}, {library}: {seconds:.1f} s", file=sys.stderr, flush=True)

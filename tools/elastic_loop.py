@@ -2,7 +2,7 @@
 
     launch/mpirun.sh --elastic -H a:1,b:1,c:1,d:1 python tools/elastic_loop.py hvdtrain FOLDER
     horovodrun -np 4 --min-np 3 --host-discovery-script SCRIPT python tools/elastic_loop.py horovod FOLDER
-    torchrun --nnodes 3:4 --max-restarts 9 ... tools/elastic_loop.py torchrun FOLDER
+    torchrun --nnodes 4 --max-restarts 9 ... tools/elastic_loop.py torchrun FOLDER
 
 Trains ResNet-34 at width 0.125 on digits for --seconds. Each process appends the time of each step to FOLDER/PID.txt.
 With torchrun, which starts all ranks again, rank 0 saves a checkpoint every 8 steps; the others commit as often.

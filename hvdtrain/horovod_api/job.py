@@ -9,7 +9,7 @@ If a script requests its strategy after Horovod has started, the ranks exchange 
 connect, and shut Horovod down.
 
 With `launch/mpirun.sh --elastic` an `ElasticCommunicator` connects the ranks. If a host is lost, it connects the others
-again, and the job and its strategies are connected anew through it (see `elastic`).
+again, and the job and its strategies connect again through it (see `elastic`).
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def reconnect() -> None:
     """Connects the ranks of an elastic job that are left. Collective. Raises PeerLost or Failure (69)."""
     job().reconnect()
     for front in _fronts.values():
-        front.module.init()  # tells its process set of all ranks which ones are present
+        front.module.init()  # its process set of all ranks gets the present ones
 
 
 def is_connected() -> bool:

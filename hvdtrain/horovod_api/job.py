@@ -186,9 +186,9 @@ def init(front: Front, comm: Any = None, process_sets: Any = None, strategy: str
 def _launched(front: Front) -> RankGroup:
     """Forms the group of the ranks that the launcher started. Collective."""
     environment = launch_env()
-    group = RankGroup.launched(environment, stall_limit_s(), elastic=True)
     if environment.launcher != "elastic":
-        return group
+        return RankGroup.launched(environment, stall_limit_s())
+    group = RankGroup.launched(environment, stall_limit_s(), elastic=True)
     os.environ["HOROVOD_ELASTIC"] = "1"  # Horovod's functions for graphs then ask for the number of ranks in each step
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # how the launcher asks ranks to stop
         signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(128 + signal.SIGTERM))

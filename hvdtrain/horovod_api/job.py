@@ -9,7 +9,7 @@ If a script requests its strategy after Horovod has started, the ranks exchange 
 connect, and shut Horovod down.
 
 With `launch/mpirun.sh --elastic` an `ElasticCommunicator` connects the ranks. If a host is lost, it connects the others
-again, and the job and its strategies are connected anew through it (see `elastic`).
+again, and the job and its strategies connect again through it (see `elastic`).
 """
 
 from __future__ import annotations
@@ -186,9 +186,9 @@ def init(front: Front, comm: Any = None, process_sets: Any = None, strategy: str
 def _launched(front: Front) -> RankGroup:
     """Forms the group of the ranks that the launcher started. Collective."""
     environment = launch_env()
-    group = RankGroup.launched(environment, stall_limit_s(), elastic=True)
     if environment.launcher != "elastic":
-        return group
+        return RankGroup.launched(environment, stall_limit_s())
+    group = RankGroup.launched(environment, stall_limit_s(), elastic=True)
     os.environ["HOROVOD_ELASTIC"] = "1"  # Horovod's functions for graphs then ask for the number of ranks in each step
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # how the launcher asks ranks to stop
         signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(128 + signal.SIGTERM))
@@ -246,7 +246,7 @@ def reconnect() -> None:
     """Connects the ranks of an elastic job that are left. Collective. Raises PeerLost or Failure (69)."""
     job().reconnect()
     for front in _fronts.values():
-        front.module.init()  # tells its process set of all ranks which ones are present
+        front.module.init()  # its process set of all ranks gets the present ones
 
 
 def is_connected() -> bool:

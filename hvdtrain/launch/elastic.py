@@ -187,7 +187,7 @@ class ElasticJob:
         if "stdout" in message:
             with contextlib.suppress(OSError):
                 os.write(1, message["stdout"].encode("utf-8", "surrogateescape"))
-        elif "ended" in message:
+        elif "ended" in message and not host.lost:
             self._rank_ended(index, message["ended"], message["code"])
         elif "from" in message and not host.lost:
             self._heard(message["from"], message["message"])

@@ -4,7 +4,7 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint bench bench-network bench-backends bench-strategies bench-plan bench-stages \
-	install-matrix gpu-check docs clean
+	bench-elastic chaos install-matrix gpu-check docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -49,6 +49,12 @@ bench-plan: setup  ## predictions of hvdtrain plan against runs on virtual hosts
 
 bench-stages: setup  ## pipeline stages, data parallelism and torch's pipelining (root): BENCH_ARGS='--rates 10mbit'
 	. .venv/bin/activate && python tools/bench_stages.py $(BENCH_ARGS)
+
+chaos: setup  ## lose hosts of elastic jobs on virtual hosts, and check what is left (root): CHAOS_ARGS='--faults 20 --seed 1'
+	. .venv/bin/activate && python tools/chaos.py $(CHAOS_ARGS)
+
+bench-elastic: setup  ## time to continue after a killed rank: hvdtrain, Horovod Elastic, torchrun (root): BENCH_ARGS='--rounds 1'
+	. .venv/bin/activate && python tools/bench_elastic.py $(BENCH_ARGS)
 
 install-matrix:  ## run `make demo` in minimal Debian systems (root, debootstrap; 15 minutes each)
 	@tools/install_matrix.sh

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, until
 
 from hvdtrain.system import locks
 from hvdtrain.system.exits import Failure
@@ -32,6 +32,20 @@ def test_another_job_is_told_who_holds_the_folder_until_that_is_killed(tmp_path:
         holder.kill()
         holder.wait()
         locks.take(tmp_path, "another", "later")
+
+
+def test_a_lost_process_of_the_same_job_holds_nobody_up_and_leaves_the_lock_when_it_ends(tmp_path: Path) -> None:
+    locks.release()
+    words = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"\n"
+        locks.take(tmp_path, "one", "now")
+        locks.take_over(tmp_path, "later")
+        assert not locks.holds()
+        holder.kill()
+        holder.wait()
+        until(locks.holds)
+    locks.release()
 
 
 @pytest.mark.parametrize("kind", ["link", "hard link", "dangling link", "fifo", "folder", "text", "json"])

@@ -15,6 +15,8 @@ PEER_ERRORS = (
     ("RuntimeError", "PeerLost: "),  # PyTorch and TensorFlow wrap exceptions raised by our Python functions
     ("UnknownError", "PeerLost: "),
     ("HorovodInternalError", ""),
+    ("UnknownError", "HorovodInternalError: "),
+    ("FailedPreconditionError", "no more calls are possible"),
     ("RuntimeError", "Horovod has been shut down"),
     *(("UnknownError", f"Horovod{kind}") for kind in ("Allreduce", "Allgather", "Broadcast")),  # names of operations
     ("DistBackendError", ""),

@@ -92,6 +92,11 @@ def guard(*, debug: bool) -> None:
     sys.excepthook = on_uncaught
 
 
+def fail(failure: Failure) -> NoReturn:
+    """End this process, and so the job, with a Failure. For code whose exceptions arrive as others, as in a graph."""
+    _end(_report(failure, debug=False))
+
+
 def _check_launch() -> None:
     """Exit if the environment does not describe a rank of one job."""
     try:

@@ -101,28 +101,32 @@ def open_streams(
     targets: Iterable[int],
     listener: socket.socket | None,
     expected: Collection[int],
+    patience_s: float | None = None,
 ) -> tuple[dict[int, Stream], dict[int, Stream]]:
     """Streams to the `targets`, which accept, and streams from the `expected` ranks, which connect to the listener.
 
-    Raises Failure (69) if a target cannot be reached or an expected rank does not connect.
+    `patience_s`: None for PATIENCE_S. Raises Failure (69) if a target cannot be reached or an expected rank does not
+    connect.
     """
+    limit_s = patience_s or PATIENCE_S
     sockets: dict[int, socket.socket] = {}
 
     def accept() -> None:
         with contextlib.suppress(OSError, ValueError):  # the main thread failed to connect and closed the listener
             if listener is not None:
-                sockets.update(auth.accept(listener, me, set(expected), PATIENCE_S))
+                sockets.update(auth.accept(listener, me, set(expected), limit_s))
 
     accepting = threading.Thread(target=accept, daemon=True)  # two ranks may each wait for the other to accept
     accepting.start()
     machine = ranks[me.number].machine
     connected = {
-        rank: Stream(_connect(ranks[rank], me, rank), rank, local=ranks[rank].machine == machine) for rank in targets
+        rank: Stream(_connect(ranks[rank], me, rank, limit_s), rank, local=ranks[rank].machine == machine)
+        for rank in targets
     }
     accepting.join()
     if missing := ", ".join(str(rank) for rank in sorted(set(expected) - set(sockets))):
         raise Failure(
-            f"{socket.gethostname()}: rank {missing} did not connect within {PATIENCE_S:g} s; hint: open TCP between "
+            f"{socket.gethostname()}: rank {missing} did not connect within {limit_s:g} s; hint: open TCP between "
             "the hosts, see `hvdtrain doctor`",
             exits.UNREACHABLE,
         )
@@ -135,9 +139,9 @@ def _streams(
     return {rank: Stream(each, rank, local=ranks[rank].machine == machine) for rank, each in sockets.items()}
 
 
-def _connect(target: Listening, me: auth.Party, rank: int) -> socket.socket:
+def _connect(target: Listening, me: auth.Party, rank: int, patience_s: float) -> socket.socket:
     try:
-        return auth.connect(target.address, target.port, me, rank, PATIENCE_S)
+        return auth.connect(target.address, target.port, me, rank, patience_s)
     except OSError as error:
         raise Failure(
             f"rank {me.number} on {socket.gethostname()} cannot connect to rank {rank} on {target.host} at "

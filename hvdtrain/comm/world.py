@@ -18,9 +18,12 @@ from hvdtrain.comm import lifecycle
 from hvdtrain.comm.backends.base import Communicator, Endpoint, Rendezvous
 from hvdtrain.comm.backends.horovod import HorovodCommunicator
 from hvdtrain.comm.backends.tcp import TcpCommunicator
+from hvdtrain.comm.elastic import ElasticCommunicator, ViewRendezvous, unsupported
+from hvdtrain.comm.elastic import join as join_elastic
 from hvdtrain.comm.launch_env import LaunchEnv, launch_env
 from hvdtrain.comm.rendezvous import Subgroup, join
 from hvdtrain.launch import launched_by
+from hvdtrain.sentinel import interfaces
 from hvdtrain.sentinel.rank import Sentinel
 from hvdtrain.sentinel.waiting import LIMIT_S
 from hvdtrain.system import exits
@@ -43,6 +46,8 @@ def _native(framework: str, rendezvous: Rendezvous, endpoint: Endpoint, gpu: boo
 
 
 def _tcp(_: str, rendezvous: Rendezvous, endpoint: Endpoint, gpu: bool) -> Communicator:
+    if isinstance(rendezvous, ViewRendezvous):
+        return ElasticCommunicator(rendezvous, endpoint)
     return TcpCommunicator(rendezvous, endpoint) if rendezvous.size > 1 else Communicator()
 
 
@@ -67,15 +72,23 @@ class RankGroup:
     @classmethod
     def watched(cls, rendezvous: Rendezvous, stall_limit_s: float = LIMIT_S) -> RankGroup:
         """Start the sentinel of these ranks. Collective."""
-        loopback = Endpoint("127.0.0.1", "lo", loopback=True)
-        if rendezvous.size == 1:
+        elastic = isinstance(rendezvous, ViewRendezvous)
+        joining = rendezvous if isinstance(rendezvous, ViewRendezvous) and rendezvous.joining else None
+        own = rendezvous.host if isinstance(rendezvous, ViewRendezvous) else ""
+        loopback = Endpoint(own if own.startswith("127.") else "127.0.0.1", "lo", loopback=True)
+        if rendezvous.size == 1 and not joining:
             return cls(rendezvous, None, loopback)
         first = rendezvous.local_rank == 0
-        sentinel = Sentinel(rendezvous.rank, first=first, job_key=rendezvous.job_key, stall_limit_s=stall_limit_s)
+        sentinel = Sentinel(
+            rendezvous.rank, first=first, job_key=rendezvous.job_key, stall_limit_s=stall_limit_s, elastic=elastic
+        )
         lifecycle.report_to(sentinel)
         atexit.register(sentinel.report_finished)
         group = cls(rendezvous, sentinel, loopback)
         sentinel.join(group.gather)
+        if joining and loopback.address != own:
+            others = [address for host, address in joining.channel.addresses.items() if host != own]
+            sentinel.route = interfaces.route(interfaces.addresses(), {}, others[0], interfaces.preferred_networks())
         if route := sentinel.route:
             return dataclasses.replace(group, endpoint=Endpoint(route.source, route.device))
         if sentinel.hosts > 1:
@@ -83,12 +96,17 @@ class RankGroup:
         return group
 
     @classmethod
-    def launched(cls, environment: LaunchEnv, stall_limit_s: float = LIMIT_S) -> RankGroup:
+    def launched(cls, environment: LaunchEnv, stall_limit_s: float = LIMIT_S, *, elastic: bool = False) -> RankGroup:
         """Find the ranks that the launcher started, without Horovod. Collective.
 
-        Raises Failure (69, 77) if they cannot find each other.
+        `elastic`: the program continues if a host is lost. Raises Failure (69, 77) if the ranks cannot find each other,
+        (78) if the launcher expects the program to continue without lost hosts, and it cannot.
         """
-        return cls.watched(join(environment), stall_limit_s)
+        if environment.launcher != "elastic":
+            return cls.watched(join(environment), stall_limit_s)
+        if not elastic:
+            raise unsupported()
+        return cls.watched(join_elastic(), stall_limit_s)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the JSON-serializable value of every rank, in rank order, on all ranks."""
@@ -118,23 +136,31 @@ class RankGroup:
 
 
 def find_ranks(
-    framework: str, *, horovod: bool, gpu: bool = False, timeline: bool = False, stall_limit_s: float = LIMIT_S
+    framework: str,
+    *,
+    horovod: bool,
+    gpu: bool = False,
+    timeline: bool = False,
+    stall_limit_s: float = LIMIT_S,
+    elastic: bool = False,
 ) -> RankGroup:
     """Find the other ranks of this job and start the sentinels. Collective.
 
     `horovod`: let Horovod find them, which is then the backend. `timeline`: allow Horovod's timeline to start later.
-    `stall_limit_s`: see `sentinel.stalls`; 0 for no limit. Raises Failure (69) if Horovod is missing, ranks cannot be
-    found, or there are fewer ranks or hosts than the launcher started.
+    `stall_limit_s`: see `sentinel.stalls`; 0 for no limit. `elastic`: see `RankGroup.launched`. Raises Failure (69) if
+    Horovod is missing, ranks cannot be found, or there are fewer ranks or hosts than the launcher started.
     """
     environment = launch_env()
     if not horovod:
-        group = RankGroup.launched(environment, stall_limit_s)
+        group = RankGroup.launched(environment, stall_limit_s, elastic=elastic)
     else:
         if stall_limit_s:  # Horovod's own check names the stalled ranks; it takes whole seconds
             os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(max(1, round(stall_limit_s))))
         single = environment.launcher == "alone"
         ranks = Communicator() if single else HorovodCommunicator(framework, gpu=gpu, timeline=timeline)
         group = RankGroup.watched(ranks, stall_limit_s)
+    if isinstance(group.rendezvous, ViewRendezvous) and group.rendezvous.joining:
+        return group
     if (found := group.rendezvous.size) != environment.size:
         raise Failure(
             f"{environment.launcher} started {environment.size} ranks, but {found} found each other; hint: the "
@@ -149,6 +175,8 @@ def _check_complete(group: RankGroup) -> None:
     """Raise Failure (69) if hvdtrain's launcher started more ranks, or used more hosts, than have found each other."""
     launched = launched_by.from_environment()
     machines = group.sentinel.machines if group.sentinel else 1
+    if isinstance(group.rendezvous, ViewRendezvous):  # each has its own agent; to try it, they may share a machine
+        machines = len(set(group.rendezvous.view.hosts))
     for noun, found, hint in (
         (
             "ranks",

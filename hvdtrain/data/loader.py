@@ -69,7 +69,8 @@ class Loader:
         self._split, self._rank, self._size, self._seed = split, rank, size, seed
         self._samples = epoch_samples or len(split)
         self._micro_batches, self._augment = micro_batches, augment
-        self._global_batch, self._least = global_batch, _least(global_batch, size)
+        self._global_batch = self._ordered_by = global_batch
+        self._least = _least(global_batch, size)
         self._ends = self.ends()
         self._parts = _parts(size, shares)
 
@@ -77,6 +78,17 @@ class Loader:
         """The same epochs with other shares."""
         other = copy.copy(self)
         other._parts = _parts(self._size, shares)
+        return other
+
+    def among(self, rank: int, size: int, global_batch: int, shares: Sequence[float] | None) -> Loader:
+        """The same epochs, in the same order, for other ranks and another global batch.
+
+        Raises Failure (BAD_CONFIG) if a step has too few samples for the ranks.
+        """
+        other = copy.copy(self)
+        other._rank, other._size, other._global_batch = rank, size, global_batch
+        other._least, other._parts = _least(global_batch, size), _parts(size, shares)
+        other._ends = other.ends()
         return other
 
     def over(self, split: Split) -> Loader:
@@ -137,7 +149,7 @@ class Loader:
         whole, samples = len(self._split), self._samples
         permutation, part = divmod(number, whole // samples)
         stream = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, permutation])))
-        steps = range(0, samples, self._global_batch)
+        steps = range(0, samples, self._ordered_by)
         borders = [begin + step for begin in range(0, whole - samples + 1, samples) for step in steps]
         order = self._split.order(stream, [*borders, whole])[part * samples : (part + 1) * samples]
         first = self.step_at(start)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hvdtrain.horovod_api.calls import needs_horovod
 
 if TYPE_CHECKING:
-    from hvdtrain.horovod_api.job import Job
+    from hvdtrain.horovod_api.ranks import Job
 
 NOT_DYNAMIC, UNKNOWN_SET, FOREIGN_SET, EXISTING_SET = -2, -3, -4, -6
 """Horovod's error codes: sets are fixed, the set is unknown, this rank is not a member, the set exists already"""

@@ -17,10 +17,12 @@ a call, `finish` raises the same error on all of them. Adasum and join need Horo
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import os
 import select
+import socket
 import sys
 import threading
 import time
@@ -199,6 +201,12 @@ class Calls:
         ends = list(itertools.accumulate(int(length) for length in lengths))
         return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
+    def interrupt(self) -> None:
+        """Ends all calls with an error whose cause is PeerLost, now and from now on. Called from any thread."""
+        for connection in self._all_connections():
+            with contextlib.suppress(OSError):  # the other end was faster
+                connection.socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Shuts down the calls of this rank. As in Horovod, no rank can make calls after that. Idempotent."""
         with self._lock:
@@ -254,9 +262,11 @@ class Calls:
             call.error.__cause__ = cause
             call.completed.set()
 
+    def _all_connections(self) -> list[Stream | MessageConnection]:
+        return [*self._streams.values(), *self._connections.values()]
+
     def _disconnect(self) -> None:
-        connections: list[Stream | MessageConnection] = [*self._streams.values(), *self._connections.values()]
-        for connection in connections:
+        for connection in self._all_connections():
             connection.socket.close()
 
     def _serve(self) -> None:

@@ -7,34 +7,34 @@ background never meets a call.
 
 If a script requests its strategy after Horovod has started, the ranks exchange their addresses through Horovod,
 connect, and shut Horovod down.
+
+With `launch/mpirun.sh --elastic` an `ElasticCommunicator` connects the ranks. If a host is lost, it connects the others
+again, and the job and its strategies connect again through it (see `elastic`).
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import math
 import os
-import socket
+import signal
 import sys
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from hvdtrain.comm import lifecycle
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.backends.horovod import HorovodCommunicator
 from hvdtrain.comm.backends.tcp import TcpCommunicator
 from hvdtrain.comm.launch_env import launch_env
-from hvdtrain.comm.lifecycle import guard
 from hvdtrain.comm.world import RankGroup, connect
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.horovod_api import record
 from hvdtrain.horovod_api.basics import Basics
-from hvdtrain.horovod_api.calls import Calls
-from hvdtrain.strategies import Exchange, Strategy, automatic, parse
+from hvdtrain.horovod_api.ranks import Job
+from hvdtrain.strategies import Exchange, automatic, parse
 from hvdtrain.strategies.automatic import Rule
 from hvdtrain.strategies.cost import Shape
 from hvdtrain.strategies.registry import DEFAULT_REDUCER
@@ -45,6 +45,8 @@ from hvdtrain.training import profiled
 VARIABLE = "HVDTRAIN_STRATEGY"
 NOT_INITIALISED = "Horovod has not been initialized; use hvd.init()."
 """Horovod's error message"""
+WITHOUT_HOROVOD = {"torchrun": "torchrun", "elastic": "--elastic"}
+"""Launchers that Horovod does not support, and their names in messages"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,63 +80,6 @@ class Front:
         self.module.shutdown()
 
 
-class Elastic:
-    """Replaces Horovod's module `elastic`, which is not supported: every use raises NotImplementedError."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise NotImplementedError(
-            f"hvd.elastic.{name} is not supported: the number of ranks is fixed; hint: save the model and "
-            "optimizer.state_dict() after each epoch and restart the script, for example with torchrun --max-restarts"
-        )
-
-
-def fresh(exchange: Exchange, world: Communicator, shapes: Sequence[Shape]) -> Strategy:
-    """A new strategy for arrays of these shapes."""
-    return exchange.make(TrainConfig(strategy=str(exchange)), world, shapes)
-
-
-class Job:
-    """The ranks of this process's job, connected by the TCP backend."""
-
-    def __init__(self, group: RankGroup, framework: str) -> None:
-        """Collective."""
-        self.group, self._framework = group, framework
-        rendezvous = group.rendezvous
-        self.rank, self.size = rendezvous.rank, rendezvous.size
-        self.local_rank, self.local_size = rendezvous.local_rank, rendezvous.local_size
-        own = f"{socket.gethostname()} {self.local_rank}"
-        places = [each.decode().split() for each in rendezvous.gather_bytes(own.encode())]
-        self.is_homogeneous = len(set(collections.Counter(host for host, _ in places).values())) == 1
-        cross_hosts = [host for host, local_rank in places if int(local_rank) == self.local_rank]
-        self.cross_rank, self.cross_size = cross_hosts.index(places[self.rank][0]), len(cross_hosts)
-        self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(self.size))}
-        """Ranks of each process set, by its number"""
-        self._worlds = weakref.WeakSet[Communicator]()
-        """Open communicators; each lives as long as the strategy that uses it"""
-        self.calls = Calls(rendezvous, group.endpoint)
-
-    def strategy(self, exchange: Exchange, shapes: Sequence[Shape]) -> tuple[Strategy, Communicator]:
-        """A strategy for arrays of these shapes, on separate connections. Collective."""
-        world = self.world()
-        return fresh(exchange, world, shapes), world
-
-    def world(self) -> Communicator:
-        """Connects the ranks once more. Collective."""
-        with _connecting:
-            world = connect(self._framework, backend="tcp", group=self.group)
-        self._worlds.add(world)
-        return world
-
-    def close(self) -> None:
-        """Closes all connections. Ranks that still wait for this one get an error."""
-        for world in self._worlds:
-            world.shutdown()
-        self.calls.close()
-
-
-_connecting = threading.Lock()
 _group: RankGroup | None = None
 """Outlives a job, which may be shut down and initialised again"""
 _job: Job | None = None
@@ -164,17 +109,19 @@ def wanted(strategy: str | None = None, *, chooses: bool = False) -> Exchange | 
     """
     launcher = launch_env().launcher
     text = strategy or os.environ.get(VARIABLE)
+    if launcher == "elastic" and rule(strategy):
+        raise Failure(f"--elastic: scripts cannot use strategy auto; hint: use {DEFAULT_REDUCER}", exits.BAD_CONFIG)
     if profiled.observer() or rule(strategy):
         if not chooses:
             problem = "strategy auto and hvdtrain plan do not work with TensorFlow's optimizers and tapes"
             raise Failure(f"{problem}; hint: name a strategy, or use hvdtrain.train", exits.BAD_CONFIG)
         text = DEFAULT_REDUCER
     missing = next((front.missing for front in _known if front.missing), "")
-    if not text and (launcher == "torchrun" or (missing and launcher == "alone")):
+    if not text and (launcher in WITHOUT_HOROVOD or (missing and launcher == "alone")):
         text = DEFAULT_REDUCER
     exchange = parse(text or TrainConfig.strategy)
     backend = exchange.capabilities.backend
-    if backend == "horovod" and launcher != "torchrun":
+    if backend == "horovod" and launcher not in WITHOUT_HOROVOD:
         if missing:
             hint = f"set {VARIABLE}={DEFAULT_REDUCER} or another strategy that does not need Horovod"
             raise Failure(
@@ -182,14 +129,18 @@ def wanted(strategy: str | None = None, *, chooses: bool = False) -> Exchange | 
                 exits.BAD_CONFIG,
             )
         return None
+    name = WITHOUT_HOROVOD.get(launcher)
     reasons = {
         "tcp": "",
-        "horovod": f"Horovod does not support torchrun; hint: use {DEFAULT_REDUCER}, horovodrun or mpirun",
+        "horovod": f"Horovod does not support {name}; hint: use {DEFAULT_REDUCER}, horovodrun or mpirun",
         "native": f"scripts cannot use PyTorch's or Keras' own exchange; hint: use {DEFAULT_REDUCER} or hvd.ddp_hook()",
     }
     servers = f"scripts cannot use parameter servers, which update the weights themselves; hint: use {DEFAULT_REDUCER}"
     if reason := reasons.get(backend, servers):
         raise Failure(f"strategy {exchange}: {reason}", exits.BAD_CONFIG)
+    if launcher == "elastic" and not exchange.capabilities.elastic:
+        problem = f"--elastic: ranks with strategy {exchange} cannot continue without a lost host"
+        raise Failure(f"{problem}; hint: use {DEFAULT_REDUCER}, powersgd or local-sgd", exits.BAD_CONFIG)
     return exchange
 
 
@@ -211,7 +162,7 @@ def init(front: Front, comm: Any = None, process_sets: Any = None, strategy: str
     if front.framework in _fronts and front.module.is_initialized():
         return
     if _group is None:
-        guard(debug=False)
+        lifecycle.guard(debug=False)
     exchange = wanted(strategy, chooses=True)
     if exchange is None and _job is None:
         front.module.init(comm, process_sets)
@@ -219,13 +170,29 @@ def init(front: Front, comm: Any = None, process_sets: Any = None, strategy: str
             _form_group(front)
     else:
         if _group is None:
-            _group = RankGroup.launched(launch_env(), stall_limit_s())
-            if _group.rendezvous.rank == 0 and strategy is None and os.environ.get(VARIABLE) is None:
-                _print(f"Horovod does not support torchrun; using {exchange} (set {VARIABLE} to change it)")
+            _group = _launched(front)
+            name = WITHOUT_HOROVOD.get(launch_env().launcher)
+            if name and _group.rendezvous.rank == 0 and strategy is None and os.environ.get(VARIABLE) is None:
+                _print(f"Horovod does not support {name}; using {exchange} (set {VARIABLE} to change it)")
+        if launch_env().launcher == "elastic" and process_sets:
+            problem = "--elastic cannot be combined with process sets; hint: leave process_sets= out"
+            raise Failure(problem, exits.BAD_CONFIG)
         _job = _job or Job(_group, front.framework)
         _carry(front, _job)
         front.module.init(comm, process_sets)
     _fronts[front.framework] = front
+
+
+def _launched(front: Front) -> RankGroup:
+    """Forms the group of the ranks that the launcher started. Collective."""
+    environment = launch_env()
+    if environment.launcher != "elastic":
+        return RankGroup.launched(environment, stall_limit_s())
+    group = RankGroup.launched(environment, stall_limit_s(), elastic=True)
+    os.environ["HOROVOD_ELASTIC"] = "1"  # Horovod's functions for graphs then ask for the number of ranks in each step
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # how the launcher asks ranks to stop
+        signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(128 + signal.SIGTERM))
+    return dataclasses.replace(group, rendezvous=group.connect(front.framework, backend="tcp"))
 
 
 def exchange(strategy: str | None = None) -> Exchange | None:
@@ -264,13 +231,22 @@ def recorder(
     """
     if record.begun:
         return record.steps()
+    if _job is not None and _job.joins:
+        return None  # the others have opened the run folder
     if _job is not None:
-        ranks, gather, default = world or _job.world(), _job.calls.gather_bytes, DEFAULT_REDUCER
+        ranks, gather, default = world or _job.world(), _job.gather_bytes, DEFAULT_REDUCER
     else:
         ranks = connect(next(iter(_fronts)), group=_group or RankGroup.watched(Communicator()))
         gather, default = ranks.gather_bytes, TrainConfig.strategy
     exchange = exchange or parse(default)
     return record.begin(ranks, exchange, shapes=shapes, device=device, threads=threads, gather=gather)
+
+
+def reconnect() -> None:
+    """Connects the ranks of an elastic job that are left. Collective. Raises PeerLost or Failure (69)."""
+    job().reconnect()
+    for front in _fronts.values():
+        front.module.init()  # its process set of all ranks gets the present ones
 
 
 def is_connected() -> bool:

@@ -139,6 +139,12 @@ def choosing(pending: bool, exchange: Exchange | None = None, reason: str = "") 
             _recorder.chose(exchange, reason)
 
 
+def interrupted(reason: str) -> None:
+    """The records describe a job whose ranks have changed, for this `reason`, so the run stays unfinished."""
+    if _recorder is not None:
+        _recorder.interruption = _recorder.interruption or reason
+
+
 def finish() -> None:
     """Writes the end of the run and waits for the other ranks to do so. Never raises; a second call does nothing.
 

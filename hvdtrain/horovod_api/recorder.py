@@ -80,6 +80,8 @@ class Recorder:
         self.choosing = False
         """Whether the strategy has yet to be chosen, so that steps are not representative"""
         self._failure: str | None = "its records end early"
+        self.interruption: str | None = None
+        """Why ranks of an elastic job were lost"""
         self._own_facts = b""
         self._facts: list[Any] = []
         self._ending = threading.Event()
@@ -252,6 +254,7 @@ class Recorder:
 
     def _end(self, failure: str | None) -> None:
         self._flush()
+        failure = failure or self.interruption
         ended_unix_s = time.time()
         self._monitors.close()
         facts, failure = self._gather_facts(failure)

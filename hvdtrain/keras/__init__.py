@@ -11,10 +11,10 @@ from typing import Any
 import keras as _keras
 
 from hvdtrain.keras import callbacks as callbacks
+from hvdtrain.keras import elastic as elastic
 from hvdtrain.keras.api import *  # noqa: F403
 from hvdtrain.keras.optimizer import Distributed
 from hvdtrain.keras.optimizer import DistributedOptimizer as DistributedOptimizer
-from hvdtrain.tensorflow import elastic as elastic
 from hvdtrain.tensorflow import init as init
 from hvdtrain.tensorflow import log as log
 from hvdtrain.tensorflow import shutdown as shutdown

@@ -7,7 +7,8 @@ from hvdtrain.horovod_api.installed import either
 _names = either(["horovod.tensorflow.keras", "horovod.keras"], ["hvdtrain.tensorflow.standalone"])[1]
 _values = either(["horovod.tensorflow.keras"], ["hvdtrain.keras.standalone"])[1]
 globals().update(_names | {name: _values[name] for name in ("allgather", "allreduce", "broadcast", "reducescatter")})
-globals().pop("callbacks", None)  # Horovod's, for Keras 2
+for _replaced in ("callbacks", "elastic"):  # Horovod's, for Keras 2
+    globals().pop(_replaced, None)
 
 
 def __getattr__(name: str) -> Any:

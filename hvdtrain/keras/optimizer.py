@@ -24,6 +24,7 @@ from hvdtrain.strategies.registry import DEFAULT_REDUCER
 from hvdtrain.tensorflow import api as horovod
 from hvdtrain.tensorflow.recorded import Recorded
 from hvdtrain.tensorflow.step import Step, split_local, tensor
+from hvdtrain.tensorflow.tape import present_size
 
 _numbers = itertools.count()
 """Numbers of the optimizers. Keras' names differ between ranks if only some of them load a model."""
@@ -132,7 +133,7 @@ class Distributed:
 
     def _hvd_split(self, gradients: list[Any], variables: list[Any]) -> tuple[list[int], list[Any]]:
         settings = self._hvd_settings
-        ranks = settings.process_set.size() if settings.scale_local_gradients else None
+        ranks = present_size(settings.process_set) if settings.scale_local_gradients else None
         return split_local(gradients, variables, self._hvd_state.local, ranks)
 
     def _hvd_reduced(self, gradients: list[Any], variables: list[Any]) -> list[Any]:

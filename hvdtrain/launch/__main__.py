@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import shlex
 import shutil
@@ -19,8 +20,8 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.launch import launched_by, tuning
-from hvdtrain.launch.link import assign, choose_interface, find_hosts, find_rate, network_of
+from hvdtrain.launch import elastic, launched_by, tuning
+from hvdtrain.launch.link import address_of, assign, choose_interface, find_hosts, find_rate, network_of
 from hvdtrain.launch.mpi import HYDRA_SSH, MPICH, Mpi, mca
 from hvdtrain.launch.mpi import find as find_mpi
 from hvdtrain.launch.supervise import Job, lost_host
@@ -107,6 +108,11 @@ def parser(launcher: str, program: str | None = None) -> Parser:
     add("--grace", type=float, default=25, metavar="SECONDS", help="time for a checkpoint after SIGTERM (default: 25)")
     if launcher == "horovodrun":
         add("--gloo", action="store_true", help="run Horovod on Gloo instead of MPI")
+    if launcher == "mpirun":
+        add("--elastic", action="store_true", help="continue without lost hosts until they come back")
+        add("--min-hosts", type=int, metavar="N", help="with --elastic: end the job below N hosts (default: 1)")
+        add("--no-return", action="store_true", help="with --elastic: do not start lost hosts again")
+        add("--slowest", type=float, metavar="X", help="with --elastic: drop a host X times as slow as the others")
     add("--survive", action="store_true", help="keep running if a rank dies that the strategy can do without")
     add(
         "--logs",
@@ -201,11 +207,30 @@ def check_mpi(launcher: str, mpi: Mpi, options: argparse.Namespace) -> None:
         raise Failure(f"--mca {options.mca[0][0]}: MPICH has no such parameters; hint: {hint}", exits.USAGE)
 
 
+def check_elastic(options: argparse.Namespace) -> None:
+    """Raises Failure (2) for options that cannot be combined with --elastic, or need it."""
+    is_elastic, least = getattr(options, "elastic", False), getattr(options, "min_hosts", None)
+    if least is not None and (not is_elastic or least < 1):
+        raise Failure(f"--min-hosts {least}; hint: give 1 or more, together with --elastic", exits.USAGE)
+    if getattr(options, "no_return", False) and not is_elastic:
+        raise Failure("--no-return; hint: give it together with --elastic", exits.USAGE)
+    slowest = getattr(options, "slowest", None)
+    if slowest is not None and not (is_elastic and slowest > 1):
+        raise Failure(f"--slowest {slowest:g}; hint: give more than 1, together with --elastic", exits.USAGE)
+    if not is_elastic:
+        return
+    for name in ("logs", "survive", "mca"):
+        if getattr(options, name):
+            message = f"--{name} cannot be combined with --elastic, which starts the ranks without mpirun"
+            raise Failure(f"{message}; hint: leave --{name} out", exits.USAGE)
+
+
 def make_plan(launcher: str, options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[Plan, list[str]]:
     """(the plan, the lines that describe it)."""
     if not options.command:
         example = f"{options.program} -H a:2,b:2 python -m hvdtrain.resnet"
         raise Failure(f"no command given; hint: for example {example}", exits.USAGE)
+    check_elastic(options)
     if launcher == "horovodrun" and (own := HOROVODRUNS & dict(options.mca).keys()):
         hint = "give --nic for the interface, or use mpirun"
         raise Failure(f"--mca {min(own)}: horovodrun sets this parameter itself; hint: {hint}", exits.USAGE)
@@ -229,7 +254,8 @@ def make_plan(launcher: str, options: argparse.Namespace, environment: Mapping[s
         sleeper=str(SLEEPER) if SLEEPER.is_file() else None,
     )
     backend = GLOO if getattr(options, "gloo", False) else MPI
-    mpi = find_mpi(environment.get("PATH", os.defpath)) if backend == MPI else Mpi()
+    is_elastic = getattr(options, "elastic", False)
+    mpi = find_mpi(environment.get("PATH", os.defpath)) if backend == MPI and not is_elastic else Mpi()
     check_mpi(launcher, mpi, options)
     passed = [text.partition("=")[0] for text in options.x]
     chosen = mpi.adapted(tuning.settings(link, backend))
@@ -276,6 +302,10 @@ def typed(plan: Plan, options: argparse.Namespace) -> str:
     elif options.np:
         words += ["-np", str(plan.ranks)]
     words += ["--survive"] if options.survive else []
+    if getattr(options, "elastic", False):
+        words += ["--elastic", *(["--min-hosts", str(options.min_hosts)] if options.min_hosts else [])]
+        words += ["--no-return"] if options.no_return else []
+        words += ["--slowest", f"{options.slowest:g}"] if options.slowest else []
     for name in ("nic", "rate", "logs"):
         if (value := getattr(options, name)) is not None:
             words += [f"--{name}", str(value)]
@@ -298,6 +328,8 @@ def start(launcher: str, arguments: list[str], environment: Mapping[str, str], p
     if not options.dry_run:  # it would only obscure the command
         kept = [one for one in plan.settings if not _private(one, plan.passed)]
         inner |= launched_by.to_environment(typed(plan, options), kept, plan.ranks, len(plan.hosts))
+    if getattr(options, "elastic", False):
+        return start_elastic(plan, inner, options)
     command = mpirun_command(plan, list(inner)) if launcher == "mpirun" else horovodrun_command(plan)
     if options.dry_run:
         new = [f"{name}={value}" for name, value in sorted(inner.items()) if environment.get(name) != value]
@@ -312,6 +344,27 @@ def start(launcher: str, arguments: list[str], environment: Mapping[str, str], p
     sys.stderr.flush()
     names = [slot.host for slot in plan.hosts]
     job = Job(command, inner, options.grace, lost=lambda: lost_host(names), passes_code=plan.backend == MPI)
+    return job.wait()
+
+
+def start_elastic(plan: Plan, variables: Mapping[str, str], options: argparse.Namespace) -> int:
+    own = [setting.name for setting in plan.settings if not setting.mca]
+    passed = {name: text for name, text in variables.items() if passes(name, (*FOR_RANKS, *plan.passed, *own))}
+    places = [(slot, address_of(slot.host)) for slot in plan.hosts]
+    if options.dry_run:
+        print(elastic.show(places, plan.command))
+        return exits.OK
+    sys.stderr.flush()
+    least, slowest = options.min_hosts or 1, options.slowest or math.inf
+    job = elastic.ElasticJob(
+        places,
+        plan.command,
+        passed,
+        min_hosts=least,
+        slowest=slowest,
+        returns=not options.no_return,
+        grace_s=options.grace,
+    )
     return job.wait()
 
 

@@ -31,6 +31,7 @@ from hvdtrain.records.types import Saved as Saved
 from hvdtrain.records.types import Sensors as Sensors
 from hvdtrain.records.types import Step as Step
 from hvdtrain.records.types import Summary as Summary
+from hvdtrain.records.types import View as View
 from hvdtrain.records.types import as_json as as_json
 from hvdtrain.records.types import by_score as by_score
 from hvdtrain.records.types import utc_now as utc_now

@@ -160,6 +160,28 @@ class Resumed(_Record, frozen=True, kw_only=True):
     hosts: Count | None = None
 
 
+class View(_Record, frozen=True, kw_only=True):
+    """Hosts of an elastic job were lost, and the others continue. Written by every rank."""
+
+    view: Count
+    """Number of the view: of the list of members"""
+    step: Count
+    """Steps done before it"""
+    epoch: Count
+    sample: Count
+    """Samples of this epoch that were consumed before it"""
+    members: list[str]
+    """The host of each rank"""
+    ranks: Count
+    hosts: Count
+    global_batch: Count
+    reason: str
+    unix_s: Amount
+    """When training continued, by this rank's clock"""
+    lost_s: Amount
+    """From the start of the interrupted step, or from the notice of the loss, until training continued"""
+
+
 class Chosen(_Record, frozen=True, kw_only=True):
     """`--strategy auto` chose again, because steps took another time than before; written by rank 0."""
 
@@ -311,7 +333,7 @@ class Experiment(_Record, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "command", without_secrets(self.command))
 
 
-Record: TypeAlias = Manifest | Step | Epoch | Saved | Resumed | Chosen | Summary | Sensors | Sample | Experiment
+Record: TypeAlias = Manifest | Step | Epoch | Saved | Resumed | View | Chosen | Summary | Sensors | Sample | Experiment
 RECORDS: dict[str, type[Record]] = {cls.__name__.lower(): cls for cls in get_args(Record)}
 
 

@@ -29,6 +29,7 @@ RUNS: dict[str, Column] = {
     "kind": _text("timing, or energy (a sweep's run with power sampling, whose times do not count)"),
     "marked": _text("why the run does not count (a sweep's check, a profiler); null: no objection"),
     "resumed": Column("flag", "", "whether the run was stopped and resumed"),
+    "views": _text("members of an elastic run after each lost host: who continued, from where, why, seconds lost"),
     "sweep": _text("name of the sweep"),
     "experiment": _text("name of the sweep's experiment; equal for repeats"),
     "repeat": _number("number of the repeat"),

@@ -58,6 +58,8 @@ class Frame:
     strategy: str | None
     ranks: int
     hosts: list[Host]
+    members: str | None
+    """In an elastic job whose hosts have changed: the present ones, since when, and why"""
     state: State
     """stopped: its process on this host has ended before the run was complete. unknown: it runs on another host"""
     updated_unix_s: float | None
@@ -116,6 +118,7 @@ class LiveRun:
         self._step = 0
         self._epochs: list[records.Epoch] = []
         self._choices: list[records.Chosen] = []
+        self._view: records.View | None = None
         self._summary: records.Summary | None = None
 
     def frame(self) -> Frame:
@@ -146,11 +149,13 @@ class LiveRun:
                 if leads:
                     self._step, self._summary = record.step + 1, None
                     self._epochs = [epoch for epoch in self._epochs if epoch.epoch < record.epoch]
+            case records.View() if leads:
+                self._view = record
             case records.Chosen() if leads:
                 self._choices.append(record)
             case records.Resumed() if leads:
                 self._choices = [each for each in self._choices if each.step <= record.step]
-                self._step, self._summary = record.step, None
+                self._step, self._summary, self._view = record.step, None, None
                 self._epochs = [epoch for epoch in self._epochs if epoch.step <= record.step]
             case records.Epoch() if leads:
                 self._epochs.append(record)
@@ -177,8 +182,9 @@ class LiveRun:
             workload=printable(manifest.workload),
             framework=values.text(manifest.config.get("framework")),
             strategy=values.text(self._choices[-1].strategy if self._choices else manifest.config.get("strategy")),
-            ranks=summary.ranks if summary else len(manifest.ranks),
+            ranks=summary.ranks if summary else self._view.ranks if self._view else len(manifest.ranks),
             hosts=self._hosts(),
+            members=self._members(),
             state=state,
             updated_unix_s=max((each for each in changed if each is not None), default=None),
             step=self._step,
@@ -203,8 +209,11 @@ class LiveRun:
         return self._primary in epoch.validation_scores
 
     def _timed(self) -> list[list[records.Step]]:
-        """Each rank's recent steps without warm-up."""
-        timed = ([step for step in recent if not step.warmup] for recent in self._recent.values())
+        """Each present rank's recent steps without warm-up."""
+        since = self._view.step if self._view else 0
+        timed = (
+            [step for step in recent if not step.warmup and step.step >= since] for recent in self._recent.values()
+        )
         return [steps for steps in timed if steps]
 
     def _spent(self) -> dict[str, float | None]:
@@ -216,6 +225,8 @@ class LiveRun:
 
     def _samples_per_s(self) -> float | None:
         timed, batch = self._timed(), values.number(self._manifest.plan.get("global_batch"))
+        if self._view:
+            batch = self._view.global_batch
         if not timed or (batch is None and len(timed) < len(self._manifest.ranks)):
             return None
         if batch is not None:
@@ -231,6 +242,12 @@ class LiveRun:
         validations = max(0.0, (epochs or 0) - len(self._epochs))
         validation_s = self._epochs[-1].validation_s if self._epochs else 0.0
         return max(0.0, steps - self._step) * step_s + validations * validation_s
+
+    def _members(self) -> str | None:
+        if self._view is None:
+            return None
+        names = ", ".join(dict.fromkeys(self._view.members))
+        return printable(f"{names} since step {self._view.step}: {self._view.reason}")
 
     def _hosts(self) -> list[Host]:
         """The run's hosts in the order of their ranks, with the latest sample of each monitor."""

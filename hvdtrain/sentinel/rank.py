@@ -31,10 +31,11 @@ class Sentinel:
     Errors here disable the watch but never end the run.
     """
 
-    def __init__(self, rank: int, *, first: bool, job_key: bytes, stall_limit_s: float) -> None:
+    def __init__(self, rank: int, *, first: bool, job_key: bytes, stall_limit_s: float, elastic: bool = False) -> None:
         """`first`: whether this rank starts the sentinel process of its host. `stall_limit_s`: see `stalls`; 0 for no
-        limit."""
+        limit. `elastic`: the launcher notices lost hosts, and the job continues without them."""
         self._rank, self._job_key, self._stall_limit_s = rank, job_key, stall_limit_s
+        self._elastic = elastic
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind(("127.0.0.1", 0))
         self._process: subprocess.Popen[bytes] | None = None
@@ -141,6 +142,7 @@ class Sentinel:
             "hosts": hosts,
             "ranks": [{"rank": rank, "pid": offer["pid"], "port": offer["port"]} for rank, offer in local],
             "stall_limit_s": self._stall_limit_s,
+            "elastic": self._elastic,
         }
 
     # --- the rank's reports ----------------------------------------------------------------------------------------

@@ -124,6 +124,10 @@ class Stalls:
         reason = "other ranks have waited for it" if absent else "the ranks call different collectives and have waited"
         return f"{' and '.join(names) or 'all ranks'}: {reason} for {wait_s:.0f} s, and no rank has made progress"
 
+    def at_fault(self, others: Sequence[dict[str, Any]]) -> bool:
+        """Whether a rank of this host keeps others waiting, or all ranks of all hosts wait. `others`: see `judge`."""
+        return bool(self._summary.get("absent")) or not any(host.get("absent") for host in others)
+
     def report(self, write: Callable[[str], None]) -> None:
         """Name the next rank to be reported, or make the rank just named write its stacks. Called once per second.
 

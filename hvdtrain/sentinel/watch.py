@@ -107,6 +107,7 @@ class Watch:
         self._launchers = list({p.pid: p for chain in chains for p in chain}.values())
         pids = {r["rank"]: r["pid"] for r in table["ranks"]}
         self._stalls = stalls.Stalls(table.get("stall_limit_s", 0.0), self._host, pids, now)
+        self._elastic: bool = table.get("elastic", False)
         self.folder: str | None = None
         self.command: str | None = None
         self._last_round = self._next_beat = now
@@ -166,6 +167,9 @@ class Watch:
 
     def _find_fault(self, now: float) -> dict[str, Any] | None:
         """The first fault: its kind (see `ending`) and the text to print, empty if a rank has printed the error."""
+        if self._elastic:
+            self._put_out(now)
+            return None
         for rank in self._ranks.values():
             if rank.process.gone():
                 self._receive(now)  # its last report may have arrived since
@@ -180,6 +184,16 @@ class Watch:
                 text = f"{lost.name} (process {lost.pid}) on {self._host}, which started rank {rank.number}, is gone"
                 return {"kind": "launcher", "text": text}
         return self._find_stopped(now) or self._find_silent(now) or self._find_stalled()
+
+    def _put_out(self, now: float) -> None:
+        """In an elastic job the launcher finds lost hosts. Only ranks here that others wait for are killed."""
+        heard = [peer.stall for peer in self._peers if peer.heard_at and now - peer.heard_at < SILENCE_S]
+        stalled = self._stalls.judge(heard) if self._stalls.at_fault(heard) else ""
+        if fault := self._find_stopped(now) or (stalled and {"text": stalled}):
+            write(f"hvdtrain: {fault['text']}; ending its host's ranks")
+            for rank in self._ranks.values():
+                if stalled or rank.stopped_since is not None:
+                    rank.process.kill()
 
     def _find_stopped(self, now: float) -> dict[str, Any] | None:
         ranks = [rank for rank in self._ranks.values() if not rank.process.gone()]

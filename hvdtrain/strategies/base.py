@@ -38,6 +38,8 @@ class Capabilities:
     Gradients are then divided by the rank's own sample count, and each rank has its own momentum."""
     own_optimizer_state: bool = False
     """Whether optimizer states differ between ranks although the weights are equal"""
+    elastic: bool = False
+    """Whether the ranks can continue if a host is lost"""
     has_residual: bool = False
     """Whether gradients of one step are used in a later one"""
 
@@ -127,6 +129,34 @@ class Strategy(abc.ABC):
     def synchronize(self, replica: Vectors, clock: Clock) -> Exchanged:
         """Wait for exchanges under way and give all ranks the same weights, before an evaluation. Collective."""
         return Exchanged()
+
+    def abandon(self) -> None:  # noqa: B027 (only elastic ones)
+        """Undo the part of a step that a lost host interrupted, so that it can be repeated."""
+
+    def wait_idle(self) -> None:  # noqa: B027 (most exchange nothing in the background)
+        """Wait until the exchanges in the background have ended or failed."""
+
+    def settle(self, replica: Vectors, counts: bool) -> Exchanged:
+        """Keep or undo the exchanges that a lost host interrupted in the background.
+
+        `counts`: whether the first one that failed counts. Returns the totals of those that are kept.
+        """
+        return Exchanged()
+
+    def regroup(self) -> None:  # noqa: B027 (only elastic ones)
+        """Prepare for exchanges with other members, which have all done the same number of steps. Collective."""
+
+    @property
+    def common_weights(self) -> np.ndarray | None:
+        """The weights from which all ranks have trained on their own since; None if those of the replica are equal."""
+        return None
+
+    def newcomer_state(self) -> dict[str, np.ndarray]:
+        """Return what a new rank needs for the next exchange, besides the common weights and the optimizer's state."""
+        return {}
+
+    def welcome(self, replica: Vectors, state: dict[str, np.ndarray]) -> None:  # noqa: B027 (only elastic ones)
+        """Take part from the next step on. `state`: a member's `newcomer_state`. `replica` has the common weights."""
 
     def state(self) -> dict[str, np.ndarray]:
         """Return what this rank needs to continue as if it had never been interrupted."""

@@ -7,11 +7,13 @@ NFS between clients (nfs(5), `local_lock=none`). With `nolock` or `local_lock=fl
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ NAME = ".lock"
 LONGEST_BYTES = 512
 HOLDER_WAIT_S = 0.2
 """Wait before reading the holder's name, which the holder writes after it has locked the file."""
+RETRY_S = 0.5
+_job = ""
+"""The job of this process, from `take` until `release`"""
 _held: list[int] = []
 """Descriptors that hold the locks. They stay open until `release` or the end of this process."""
 
@@ -32,7 +37,8 @@ def take(folder: Path, job: str, since_utc: str) -> None:
 
     Follows no symbolic link and changes no file but the lock. Raises Failure (73) if another job holds it, or OSError.
     """
-    path = folder / NAME
+    global _job
+    _job, path = job, folder / NAME
     file = files.open_lock(path, write=True)
     try:
         if os.fstat(file).st_size and "job" not in _holder(file):
@@ -62,6 +68,35 @@ def take(folder: Path, job: str, since_utc: str) -> None:
     _held.append(file)
 
 
+def take_over(folder: Path, since_utc: str) -> None:
+    """Lock the folder for the job of this process, which another process of it has locked and is lost.
+
+    A host that is cut off holds the lock until it ends its ranks. So this waits in the background. Raises as `take`.
+    """
+
+    def retry() -> None:
+        while _job and not _held:
+            time.sleep(RETRY_S)
+            with contextlib.suppress(Failure, OSError):
+                take(folder, own, since_utc)
+
+    own = _job
+    take(folder, own, since_utc)
+    if not _held:
+        threading.Thread(target=retry, name="hvdtrain-lock", daemon=True).start()
+
+
+def job() -> str:
+    """Return the job for which this process takes locks; empty for none."""
+    return _job
+
+
+def join(other: str) -> None:
+    """Belong to a job whose other processes have locked the folder."""
+    global _job
+    _job = other
+
+
 def held(folder: Path) -> bool | None:
     """Whether the process that last locked the folder still runs. None if that is unknown: it runs on another host.
 
@@ -83,8 +118,15 @@ def held(folder: Path) -> bool | None:
     return True
 
 
+def holds() -> bool:
+    """Whether this process holds a lock."""
+    return bool(_held)
+
+
 def release() -> None:
     """Release all locks of this process."""
+    global _job
+    _job = ""
     while _held:
         os.close(_held.pop())
 

@@ -17,6 +17,7 @@ from hvdtrain.horovod_api import job
 from hvdtrain.horovod_api.record import log as log
 from hvdtrain.strategies.registry import DEFAULT_REDUCER
 from hvdtrain.tensorflow import api as _horovod
+from hvdtrain.tensorflow import elastic as elastic
 from hvdtrain.tensorflow.api import *  # noqa: F403
 from hvdtrain.tensorflow.api import _executing_eagerly as _executing_eagerly
 from hvdtrain.tensorflow.api import global_process_set, mpi_ops
@@ -27,7 +28,7 @@ from hvdtrain.tensorflow.tape import DistributedGradientTape as DistributedGradi
 from hvdtrain.tensorflow.tape import PartialDistributedGradientTape as PartialDistributedGradientTape
 
 _FRONT = job.Front("tensorflow", mpi_ops, "MPI_LIB", Operations, _horovod.MISSING)
-init, shutdown, elastic = _FRONT.init, _FRONT.shutdown, job.Elastic()
+init, shutdown = _FRONT.init, _FRONT.shutdown
 
 
 def broadcast_variables(

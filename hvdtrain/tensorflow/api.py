@@ -9,7 +9,8 @@ mpi_ops, _names, MISSING = either(
 )
 """The module with the calls, and why Horovod cannot be imported (empty if it can)"""
 globals().update(_names)
-globals().pop("keras", None)  # Horovod's; hvdtrain.tensorflow.keras replaces it
+for _replaced in ("keras", "elastic"):  # Horovod's; modules of hvdtrain.tensorflow replace them
+    globals().pop(_replaced, None)
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_da
 
 from hvdtrain.comm.backends.horovod import internal_error
 from hvdtrain.horovod_api.calls import needs_horovod
-from hvdtrain.horovod_api.job import Job
+from hvdtrain.horovod_api.ranks import Job
 from hvdtrain.tensorflow.api import mpi_ops
 
 SETTINGS = {"reduce_op": "op", "root_rank": "root", "prescale_factor": "prescale", "postscale_factor": "postscale"}
@@ -116,7 +116,11 @@ class Operations:
     # --- sizes and ranks ----------------------------------------------------------------------------------------
 
     def horovod_size(self, process_set_id: int = 0, name: Any = None) -> Any:
-        return tf.constant(len(self._job.sets[process_set_id]), name=name)
+        if self._job.elastic is None or tf.executing_eagerly():
+            return tf.constant(len(self._job.sets[process_set_id]), name=name)
+        size = tf.numpy_function(lambda: np.int32(len(self._job.sets[process_set_id])), [], tf.int32)
+        size.set_shape([])
+        return size
 
     def horovod_process_set_included(self, process_set_id: int = 0, name: Any = None) -> Any:
         return tf.constant(int(self._job.rank in self._job.sets[process_set_id]), name=name)
@@ -142,6 +146,8 @@ class Operations:
             raise tf.errors.InvalidArgumentError(None, None, f"process set {number} does not exist")
 
         def call(*arrays: np.ndarray) -> Sequence[Any]:
+            if kind == "allreduce" and name:
+                self._job.exchanging(name)
             inputs = [np.asarray(array) for array in arrays]  # a graph passes scalars as Python numbers
             result = self._job.calls.call(
                 kind, inputs if grouped else inputs[0], name=name, ranks=ranks if number else None, **settings

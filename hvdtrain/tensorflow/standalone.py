@@ -110,7 +110,7 @@ def _sparse(slices: Any, op: Op, scale: float, process_set: Any) -> Any:
     if op not in (Sum, Average) or scale != 1.0:
         raise NotImplementedError("IndexedSlices can be summed and averaged, without factors; hint: convert to dense")
     values, indices = allgather(slices.values, process_set=process_set), allgather(slices.indices, None, process_set)
-    values = values / tf.cast(process_set.size(), values.dtype) if op == Average else values
+    values = values / tf.cast(size_op(process_set.process_set_id), values.dtype) if op == Average else values
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
 
 
@@ -336,7 +336,7 @@ def _reducescatter_grad(op: Any, gradient: Any) -> Any:
 class _Tape(tf.GradientTape):
     """A tape whose `gradient` reduces each gradient by a call."""
 
-    def __init__(self, tape: Any, reduce: Callable[[Any], Any], sparse_as_dense: bool, ranks: int | None) -> None:
+    def __init__(self, tape: Any, reduce: Callable[[Any], Any], sparse_as_dense: bool, ranks: Any) -> None:
         super().__init__(tape._persistent, tape._watch_accessed_variables)
         self._tape, self._reduce, self._sparse_as_dense, self._ranks = tape._tape, reduce, sparse_as_dense, ranks
         self._local: set[int] = set()
@@ -380,7 +380,8 @@ def DistributedGradientTape(
         rest: dict[str, Any] = {"compression": compression, "process_set": process_set, **scales, **devices}
         return allreduce(gradient, op=op, **rest)
 
-    return _Tape(gradtape, reduce, sparse_as_dense, process_set.size() if scale_local_gradients else None)
+    ranks = size_op(process_set.process_set_id) if scale_local_gradients else None
+    return _Tape(gradtape, reduce, sparse_as_dense, ranks)
 
 
 def DistributedOptimizer(

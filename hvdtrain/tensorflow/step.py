@@ -34,10 +34,11 @@ class Step:
 
     def __init__(self, exchange: Exchange, *, average: bool) -> None:
         self.exchange = exchange
-        self._scale = 1.0 / job.job().size if average and not exchange.capabilities.local_updates else 1.0
+        self._divided = average and not exchange.capabilities.local_updates
         self._variables: list[Any] = []
         self._flat = FlatVariables([])
         self._strategy: Strategy | None = None
+        self._generation = 0
         self.world: Communicator | None = None
         """The strategy's communicator, after the first step"""
         self._clock, self._sent_bytes = Clock(), 0
@@ -64,8 +65,8 @@ class Step:
             )
         exchange = self.exchange
         flat = [tf.reshape(tf.cast(each, tf.float32), [-1]) for each in gradients]
-        tail = tf.constant([0.0, 1.0 / self._scale, 0.0])  # times the scale: no loss, one share, no stop
-        vector = tf.concat([*flat, tail], 0) * self._scale
+        tail = tf.constant(self.tail(), tf.float32)
+        vector = tf.concat([*flat, tail], 0)
         size = vector.shape[0]
         vector, due = tf.numpy_function(self._begin, [vector], [tf.float32, tf.bool])
         vector.set_shape([size])
@@ -89,6 +90,9 @@ class Step:
     def _begin(self, vector: np.ndarray) -> tuple[np.ndarray, np.bool_]:
         if self.postponed and self.exchange.capabilities.local_updates:
             return vector, np.bool_(True)
+        job.job().exchanging(id(self))
+        if self._divided:  # here, because the number of ranks may change, while a graph is constant
+            vector[: self._flat.size] *= np.float32(1.0 / job.job().size)
         self._vector, self._due = vector, False
         strategy = self._made()
         if strategy.capabilities.local_updates:
@@ -119,17 +123,26 @@ class Step:
         if isinstance(event, BaseException):
             raise event
 
+    def _present(self) -> Strategy | None:
+        """Return the strategy; None before the first step, and after the loss of a host until the next step."""
+        if self._strategy is not None and self._generation != job.job().generation:
+            self._strategy = self._loaded = None
+            self._events, self._resume = queue.SimpleQueue(), threading.Semaphore(0)
+        return self._strategy
+
     def _made(self) -> Strategy:
-        if self._strategy is None:
+        strategy = self._present()
+        if strategy is None:
             shapes = [tuple(variable.shape) for variable in self._flat.variables]
-            self._strategy, self.world = job.job().strategy(self.exchange, shapes)
+            strategy, self.world = job.job().strategy(self.exchange, shapes)
+            self._strategy, self._generation = strategy, job.job().generation
             if self._loaded is not None:
-                self._strategy.load(self._loaded)
-            if self._strategy.capabilities.local_updates:
+                strategy.load(self._loaded)
+            if strategy.capabilities.local_updates:
                 weights = 0 if self._loaded is not None else zlib.crc32(self.weights().data)
                 hint = "build the model, and call hvd.broadcast_variables(model.variables, root_rank=0)"
                 job.check_beginning(self.world, weights, hint)
-        return self._strategy
+        return strategy
 
     # --- strategies.Vectors -------------------------------------------------------------------------------------
 
@@ -158,10 +171,11 @@ class Step:
 
     def synchronize(self) -> None:
         """Wait for exchanges under way and give all ranks the same weights. Collective."""
-        if self._strategy is None:
+        strategy = self._present()
+        if strategy is None:
             return
         self._new = None
-        self._sent_bytes += self._strategy.synchronize(self, self._clock).sent_bytes
+        self._sent_bytes += strategy.synchronize(self, self._clock).sent_bytes
         if self._new is not None:
             self._assign(tf.constant(self._new))
 
@@ -176,18 +190,18 @@ class Step:
 
     def state(self) -> dict[str, np.ndarray]:
         """Return the strategy's state on this rank, to resume exactly; empty before the first step."""
-        return {} if self._strategy is None else self._strategy.state()
+        strategy = self._present()
+        return (self._loaded or {}) if strategy is None else strategy.state()
 
     def load(self, state: dict[str, np.ndarray]) -> None:
-        if self._strategy is None:
+        strategy = self._present()
+        if strategy is None:
             self._loaded = state
         else:
-            self._strategy.load(state)
+            strategy.load(state)
 
 
-def split_local(
-    gradients: list[Any], variables: list[Any], local: set[int], ranks: int | None
-) -> tuple[list[int], list[Any]]:
+def split_local(gradients: list[Any], variables: list[Any], local: set[int], ranks: Any) -> tuple[list[int], list[Any]]:
     """Return the indices of the gradients to exchange, and all gradients.
 
     Gradients of variables whose ids are `local` are not exchanged. They are divided by `ranks` unless it is None (see
@@ -198,7 +212,7 @@ def split_local(
     for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
         if gradient is not None and id(tensor(variable)) not in local:
             shared.append(index)
-        elif gradient is not None and ranks:
+        elif gradient is not None and ranks is not None:
             scaled[index] = gradient / tf.cast(ranks, gradient.dtype)
     return shared, scaled
 

@@ -50,7 +50,7 @@ class ExchangingTape(tf.GradientTape):
                 raise ValueError(f"strategy {self._exchange}: {problem}")
             return list(self._plain.gradient(target, variables, output_gradients, use_generic_names))
         gradients = super().gradient(target, variables, output_gradients)
-        ranks = horovod.size() if self._scale_local else None
+        ranks = present_size(horovod.global_process_set) if self._scale_local else None
         shared, gradients = split_local(gradients, variables, self._local, ranks)
         exchanged = [variables[index] for index in shared]
         key = (job.job(), str(self._exchange), self._average, *map(id, exchanged))
@@ -126,6 +126,12 @@ def DistributedGradientTape(
     if exchange is None or problem:  # the calls of Horovod's tape have the same results as the default reducer
         return plain if process_set.process_set_id else _recorded(plain)
     return ExchangingTape(gradtape, plain, exchange, op == horovod.Average, scale_local_gradients)
+
+
+def present_size(process_set: Any) -> Any:
+    """The number of ranks; in an elastic job a tensor, so that a graph computes it in each step."""
+    is_elastic = job.is_connected() and job.job().elastic is not None
+    return horovod.size_op(process_set.process_set_id) if is_elastic else process_set.size()
 
 
 def _recorded(tape: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 from hvdtrain.horovod_api import job
 from hvdtrain.horovod_api.record import log as log
+from hvdtrain.torch import elastic as elastic
 from hvdtrain.torch.api import *  # noqa: F403
 from hvdtrain.torch.api import MISSING as _MISSING
 from hvdtrain.torch.api import mpi_ops
@@ -19,7 +20,7 @@ from hvdtrain.torch.optimizer import DistributedOptimizer as DistributedOptimize
 from hvdtrain.torch.optimizer import broadcast_optimizer_state as broadcast_optimizer_state
 
 _FRONT = job.Front("torch", mpi_ops, "mpi_lib", Operations, _MISSING)
-init, shutdown, elastic = _FRONT.init, _FRONT.shutdown, job.Elastic()
+init, shutdown = _FRONT.init, _FRONT.shutdown
 
 
 def ddp_hook(strategy: str) -> tuple[Any, Any]:

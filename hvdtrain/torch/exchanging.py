@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.horovod_api import job
+from hvdtrain.horovod_api import job, ranks
 from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies import Exchange, Strategy, automatic
 from hvdtrain.torch import api as horovod
@@ -78,8 +78,15 @@ class Exchanging(torch.optim.Optimizer):
         self._sparse = {name: parameter for name, parameter in self._named.items() if name in sparse}
         shapes = [tuple(parameter.shape) for parameter in dense.values()]
         self._strategy, self._world = job.job().strategy(self._exchange, shapes)
+        self._generation = job.job().generation
         size, careful = self._world.size, self._exchange.capabilities.has_residual
         self._parameters = Parameters(dense, self._update, ranks=size, divided=self._average, careful=careful)
+
+    def _reconnect(self) -> None:
+        """If a host was lost, make the strategy again for the ranks that are left. Collective."""
+        if self._generation != job.job().generation:
+            self._make(set(self._sparse))
+            self._synchronized, self._deferred, self._compared = False, None, False
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -130,6 +137,7 @@ class Exchanging(torch.optim.Optimizer):
 
     def synchronize_weights(self) -> None:
         """Give all ranks the same weights, before an evaluation or a checkpoint. Collective."""
+        self._reconnect()
         if self._local and not self._compared:
             self.share_loaded_state()
         sent_bytes = self._strategy.synchronize(self._parameters, self._clock).sent_bytes
@@ -144,6 +152,8 @@ class Exchanging(torch.optim.Optimizer):
         raise ValueError("the strategy needs all parameters; hint: add groups before DistributedOptimizer")
 
     def _run_exchange(self) -> None:
+        job.job().exchanging(id(self))
+        self._reconnect()
         if has_unknown_gradients(self.param_groups, self._named):
             raise ValueError(
                 "a parameter that was frozen when DistributedOptimizer was called has a gradient; "
@@ -224,6 +234,7 @@ class Exchanging(torch.optim.Optimizer):
 
         Ranks that loaded none continue from the first rank that did: in Horovod's examples only rank 0 loads.
         """
+        self._reconnect()
         self._strategy.state()  # waits for exchanges under way
         ranks_with_state = self._world.gather(self._loaded is not None)
         if not any(ranks_with_state):
@@ -267,7 +278,7 @@ class Exchanging(torch.optim.Optimizer):
             loaded = self._checked(state_dict[STATE])
         else:
             shapes = [tuple(parameter.shape) for name, parameter in self._named.items() if name not in self._sparse]
-            loaded = self._exchange_state(job.fresh(self._exchange, self._world, shapes))
+            loaded = self._exchange_state(ranks.fresh(self._exchange, self._world, shapes))
         super().load_state_dict(state_dict)
         self._synchronized, self._deferred = False, None
         self._loaded, self._compared = loaded, False
@@ -280,7 +291,7 @@ class Exchanging(torch.optim.Optimizer):
         """The ranks continue from the state of this strategy, which `_accepts` has accepted. Collective."""
 
     def _is_own(self, state: dict[str, Any]) -> bool:
-        return (state["rank"], state["size"]) == (self._world.rank, self._world.size)
+        return (state["rank"], state["size"]) == (job.job().rank, job.job().size)
 
     def _checked(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the exchange's state. Raises ValueError if this rank cannot load it."""

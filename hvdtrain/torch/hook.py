@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdtrain.comm.elastic import unsupported
+from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.horovod_api import job
 from hvdtrain.strategies import Reducer, parse
 from hvdtrain.strategies.algorithms.synchronous import reduce
@@ -31,6 +33,8 @@ class Buckets:
             problem = "a hook sums the gradients of one step; hint: name a reducer, see --strategy help"
             raise Failure(f"ddp_hook {strategy!r}: {problem}", exits.BAD_CONFIG)
         assert exact.reducer is not None
+        if launch_env().launcher == "elastic":
+            raise unsupported()
         job.init(front, strategy=strategy)
         job.exchange(strategy)  # takes over if Horovod carries the calls
         self._exact, self._chosen, self._world = exact.reducer, exchange.reducer, job.job().world()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hvdtrain.horovod_api.calls import needs_horovod
-from hvdtrain.horovod_api.job import Job
+from hvdtrain.horovod_api.ranks import Job
 
 
 class Operations:
@@ -72,8 +72,10 @@ class Operations:
             if number is None or (ranks := self._job.sets.get(number)) is None:
                 raise RuntimeError(f"process set {number} does not exist; hint: pass it to hvd.init(process_sets=...)")
             settings["ranks"] = ranks
+        text = name.decode() if isinstance(name, bytes) else name
+        if kind == "allreduce" and text:
+            self._job.exchanging(text)
         with _os_error_as_runtime_error():
-            text = name.decode() if isinstance(name, bytes) else name
             handle = self._job.calls.start(kind, arrays, name=text or None, **settings)
         self._outputs[handle] = outputs
         return handle

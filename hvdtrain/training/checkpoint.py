@@ -42,7 +42,16 @@ import numpy as np
 
 from hvdtrain.records.arrays_file import JSON, Arrays, read
 from hvdtrain.records.identity import differing
-from hvdtrain.system.exits import BAD_CONFIG, CANNOT_WRITE, FAILED, IO_ERROR, NO_PERMISSION, Failure, printable
+from hvdtrain.system.exits import (
+    BAD_CONFIG,
+    BAD_DATA,
+    CANNOT_WRITE,
+    FAILED,
+    IO_ERROR,
+    NO_PERMISSION,
+    Failure,
+    printable,
+)
 from hvdtrain.training.checkpoint_files import COMMON, MANIFEST, SCHEMA, SHARED, Saving, common, read_manifest
 from hvdtrain.training.checkpoint_files import reason as reason_of
 
@@ -182,6 +191,22 @@ class Checkpoints:
         kind = ("valid " if any(surveys) else "") + ("best " if best else "")
         self._report(f"no {kind}checkpoint in {self._folder}")
         return None
+
+    def check_none(self) -> None:
+        """Raise Failure (BAD_CONFIG, BAD_DATA) if there are checkpoints, although `newest` found none. Collective."""
+        exists = any(self._group.gather(any(self._folder.glob("step-*"))))
+        if any(self._group.gather(self.others)):
+            raise Failure(
+                f"{self._folder}: no checkpoint fits this run (reasons above); hint: use the options of the earlier "
+                "run, or choose another --run-dir",
+                BAD_CONFIG,
+            )
+        if exists:
+            raise Failure(
+                f"{self._folder}: no valid checkpoint (reasons above); hint: restore one from a copy, or start again "
+                "with another --run-dir",
+                BAD_DATA,
+            )
 
     def _agree(self, task: str, denied: int, work: Callable[[], JSON]) -> list[JSON]:
         """Do this rank's part; return the results of all ranks, or raise the first rank's Failure on all ranks."""

@@ -3,18 +3,55 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.config.batch_plan import BatchPlan
 from hvdtrain.data import Batch, Split
-from hvdtrain.data.loader import shard
+from hvdtrain.data.loader import Loader, shard
 from hvdtrain.frameworks import Replica
 from hvdtrain.records.metrics import Metric
 
+if TYPE_CHECKING:
+    from hvdtrain.training.job import Job
+
+Judge = Callable[[Any], dict[str, float]]
+"""Computes the scores of a whole split that are not sums over samples, such as BLEU. Collective, with equal results"""
+Result = tuple[float | None, dict[str, float], dict[str, np.ndarray]]
 WARM_PASSES, LEAST_PASSES, TIMED_S = 2, 5, 0.5
 """For timed inference: warm-up passes, minimum timed passes, and minimum seconds of all passes"""
+
+
+class Evaluator:
+    """Evaluates a job's replica by its metric and by a judge."""
+
+    def __init__(self, job: Job, replica: Replica, judge: Judge | None, precise_bn: int) -> None:
+        """`precise_bn`: steps of an epoch from whose batches running statistics are renewed before its evaluation."""
+        self._job, self._replica, self._judge, self._precise_bn = job, replica, judge, precise_bn
+
+    def split(self, split: Split, plan: BatchPlan, most: int | None = None) -> Result:
+        """Return what `evaluate` does, with the scores of the judge. Collective."""
+        job = self._job
+        metric, batch = job.workload.metric, plan.rank_batch
+        loss, scores, sums = evaluate(self._replica, metric, split, batch, job.ranks, job.data, plan.shares, most)
+        return loss, scores | self._judge(split) if self._judge and len(split) else scores, sums
+
+    def after_epoch(self, epoch: int, loader: Loader, plan: BatchPlan) -> Result:
+        """Evaluate at the end of an epoch, with the averaged weights if there are any. Collective."""
+        config = self._job.run.config
+        if config.ema:
+            self._replica.swap_average()
+        try:
+            if self._precise_bn:
+                first = [0, *loader.ends()][max(0, plan.steps_per_epoch - self._precise_bn)]
+                renew_statistics(self._replica, loader.epoch(epoch, start=first))
+            return self.split(getattr(self._job.dataset, config.evaluate_on), plan, config.evaluate_samples)
+        finally:
+            if config.ema:
+                self._replica.swap_average()
 
 
 def evaluate(
@@ -26,7 +63,7 @@ def evaluate(
     data: Communicator,
     shares: Sequence[float] | None = None,
     most: int | None = None,
-) -> tuple[float | None, dict[str, float], dict[str, np.ndarray]]:
+) -> Result:
     """Return mean loss, scores and the metric's sums over the split, or its first `most` samples. Collective.
 
     All ranks get the same result: None, {} and {} for an empty split, without values that are not finite.

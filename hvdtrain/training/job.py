@@ -26,9 +26,10 @@ from hvdtrain.records.arrays_file import Arrays
 from hvdtrain.strategies import Exchange, Strategy, registry
 from hvdtrain.strategies import shares as unequal_shares
 from hvdtrain.system import exits, locks
-from hvdtrain.training import manifest, profiled, resume, run_folder, snapshot, summary
+from hvdtrain.training import elastic, manifest, profiled, resume, run_folder, snapshot, summary
+from hvdtrain.training.evaluation import Judge
 from hvdtrain.training.framework import make_replica
-from hvdtrain.training.loop import Judge, Loop
+from hvdtrain.training.loop import Loop
 
 if TYPE_CHECKING:
     from hvdtrain.training.workload import Workload
@@ -161,10 +162,13 @@ class Job:
     ) -> records.Summary | None:
         """Train in the run folder and print the summary. Returns rank 0's summary on all ranks. Collective.
 
-        Returns None if a signal stopped the run. `judge`: see `loop.Judge`. `documents`: JSON files to keep in the
-        folder, by name.
+        Returns None if a signal stopped the run. `documents`: JSON files to keep in the folder, by name.
         """
         ranks, config = self.ranks, self.run.config
+        if ranks.joining:
+            job, folder = elastic.joined(self)
+            ranks.set_run_folder(str(folder), run_folder.command(folder, self.run.workload, ranks))
+            return Loop(job, folder, replica=replica, stop=stop, judge=judge, precise_bn=precise_bn).run()
         folder = run_folder.open_folder(config, self.run.workload, ranks)
         job = self._with_measured_shares(folder, replica) if config.shares == "measured" else self
         manifest.check_same(job, folder)
@@ -182,8 +186,8 @@ class Job:
                 last = dataclasses.replace(config, strategy=result.strategy)
                 if tip := advice.after_run(last, folder):
                     print(f"hvdtrain: {tip}", file=sys.stderr, flush=True)
-        if result is None:
-            return None
+        if result is None or ranks.elastic:  # all ranks have the summary
+            return result
         return records.Summary(**ranks.gather(msgspec.structs.asdict(result) if ranks.rank == 0 else None)[0])
 
     def _with_measured_shares(self, folder: Path, replica: Replica) -> Job:

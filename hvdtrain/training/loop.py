@@ -14,34 +14,32 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import resource
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain import records
+from hvdtrain.comm.elastic import ElasticCommunicator
+from hvdtrain.comm.errors import PeerLost
 from hvdtrain.comm.lifecycle import StopSignal
-from hvdtrain.data import Split
 from hvdtrain.frameworks import Replica
 from hvdtrain.observe.progress import Progress
 from hvdtrain.observe.timing import WARMUP_STEPS, Clock, Spent, process_age_s, step_shares
 from hvdtrain.strategies import STOP, parse
-from hvdtrain.system import exits
+from hvdtrain.system import exits, locks
 from hvdtrain.system.exits import Failure
-from hvdtrain.training import consistency, observers, snapshot
+from hvdtrain.training import consistency, elastic, manifest, observers, snapshot
 from hvdtrain.training.adaptive import Adaptive, average_optimizer
 from hvdtrain.training.checkpoint import Checkpoints, Loaded
-from hvdtrain.training.evaluation import evaluate, renew_statistics, timed_inference
+from hvdtrain.training.evaluation import Evaluator, Judge, timed_inference
 from hvdtrain.training.train_state import Position
 
 if TYPE_CHECKING:
     from hvdtrain.training.job import Job
-
-Judge = Callable[[Any], dict[str, float]]
-"""Computes the scores of a whole split that are not sums over samples, such as BLEU. Collective, with equal results"""
 
 
 class Loop:
@@ -58,48 +56,64 @@ class Loop:
         precise_bn: int = 0,
     ) -> None:
         assert job.strategy is not None
-        self._metric, self._judge, self._precise_bn = job.workload.metric, judge, precise_bn
+        self._metric, self._judge = job.workload.metric, judge
         self._run, self._config, self._plan = job.run, job.run.config, job.run.plan
         self._target = self._metric.target(self._config.target) if self._config.target else None
         self._dataset, self._loader, self._world, self._data = job.dataset, job.loader, job.ranks, job.data
         self._replica, self._strategy = replica, job.strategy
         self._folder, self._stop = folder, stop
-        self._checkpoints = Checkpoints(
-            folder / "checkpoints",
-            self._world,
-            keep=self._config.keep_checkpoints,
-            identity=job.run.identity(),
-            layout=self._world.gather(self._world.local_rank),
-            cut=[*self._plan.cut],
-            stages=self._world.gather(job.stages.stage),
-            check=self._position,
-            report=self._say,
+        self._job = job
+        self._evaluator = Evaluator(job, replica, judge, precise_bn)
+        self._checkpoints = self._new_checkpoints()
+        self._records_of = elastic.records_number(self._world, self._plan.ranks)
+        """Number of the file that this rank writes; 0 from the time when it takes over from a lost rank 0"""
+        self._writer = observers.writer(self._config, folder, self._records_of)
+        self._transactions = elastic.Transactions(
+            self._world, replica, job.strategy, self._adopt, lambda totals: self._at.learn(totals), self._hand_over
         )
-        self._writer = observers.writer(self._config, folder, self._world.rank)
         self._observers = observers.Observers(
             self._config, self._plan.steps, folder, world=self._world, replica=replica, say=self._say
         )
         self._clock = Clock(replica.synchronize)
         self._at = Position(strategy=str(job.exchange))
         self._shapes = job.workload.model.vector_shapes(self._config.framework)
-        watched = job.auto and job.profile and job.ranks.hosts_count > 1
+        watched = job.auto and job.profile and job.ranks.hosts_count > 1 and not job.ranks.elastic
         self._adaptive = Adaptive(job) if watched else None
-        self._stopping = self._save_due = self._check_due = self._choose_due = False
+        self._stopping = self._save_due = self._check_due = self._choose_due = self._published = False
         self._steps_here = self._steps_of_strategy = 0
         self._computed = job.strategy.capabilities.in_backward
         """Whether bytes sent are computed, because the backend does not count them"""
         self._spent = Spent()
         self._first_step_s: float | None = None
 
+    def _new_checkpoints(self) -> Checkpoints:
+        """Collective."""
+        return Checkpoints(
+            self._folder / "checkpoints",
+            self._world,
+            keep=self._config.keep_checkpoints,
+            identity=self._run.identity(),
+            layout=self._world.gather(self._world.local_rank),
+            cut=[*self._plan.cut],
+            stages=self._world.gather(self._job.stages.stage),
+            check=self._position,
+            report=self._say,
+        )
+
     def run(self) -> records.Summary | None:
         """Train to the end. Returns None if a signal stopped the run, after saving a checkpoint."""
-        if self._config.resume:
-            self._resume()
+        if not self._world.joining:
+            if self._config.resume:
+                self._resume()
+            (self._folder / "COMPLETE").unlink(missing_ok=True)
         self._stop.resumable = True
-        (self._folder / "COMPLETE").unlink(missing_ok=True)
+        self._world.begin(elastic.begun(self._job, self._folder))
         with contextlib.ExitStack() as watching:
             watching.enter_context(self._observers.watching(self._at.step))
             self._began_unix_s, self._nic_began = time.time(), self._world.nic_counters()
+            if self._world.joining:
+                self._world.join()
+                self._transactions.regroup()
             while self._at.epoch < self._config.epochs and not self._at.reached(self._target, self._metric):
                 if not self._epoch(self._at.epoch):
                     return None
@@ -107,32 +121,123 @@ class Loop:
 
     def _epoch(self, epoch: int) -> bool:
         """Train to the end of the epoch, evaluate, record and save. Returns False if a signal stopped the run."""
-        start, every = self._at.consumed, self._config.checkpoint_steps
-        ends = self._loader.ends(start)
-        first, label = self._loader.step_at(start), f"epoch {epoch + 1}/{self._config.epochs}"
+        while (finished := self._train(epoch)) is None:
+            pass  # the members changed
+        if finished:
+            self._end_epoch(epoch)
+        return finished
+
+    def _train(self, epoch: int) -> bool | None:
+        """Train to the end of the epoch. Returns False if a signal stopped the run, None if the members changed."""
+        start, every, loader = self._at.consumed, self._config.checkpoint_steps, self._loader
+        ends = loader.ends(start)
+        first, label = loader.step_at(start), f"epoch {epoch + 1}/{self._config.epochs}"
+        if (stopped := self._due(last=not ends)) is not True:
+            return stopped
         with (
             contextlib.closing(self._loader.epoch(epoch, start=start)) as batches,
             Progress(label, first + len(ends), "steps", enabled=self._world.rank == 0, done=first) as progress,
         ):
             for end in ends:
                 last = end == ends[-1]
-                with self._observers.step(self._at.step):
-                    loss = self._step(epoch, batches, end, last)
+                self._world.admit()
+                before = self._transactions.statistics()
+                try:
+                    with self._observers.step(self._at.step):
+                        loss = self._step(epoch, batches, end, last)
+                except elastic.LOST:
+                    if not self._world.elastic:
+                        raise
+                    self._transactions.abandon(before)
+                    return None
                 progress.advance(note=f"loss {loss:.4f}")
                 if self._choose_due and not self._stopping:
                     self._choose()
                 self._save_due |= bool(every and self._at.step % every == 0)
-                savable = self._strategy.in_sync or self._strategy.shared_weights is not None
-                if savable and (self._stopping or (self._save_due and not last)):
-                    self._save()
-                    if self._stopping:
-                        return False
-        self._end_epoch(epoch)
+                self._transactions.regroup()
+                if self._loader is not loader:
+                    return None
+                if (stopped := self._due(last)) is not True:
+                    return stopped
+        if self._world.elastic and not self._strategy.in_sync:  # members changed during the last exchange of the epoch
+            if not self._transactions.regroup():  # other ranks have gone on with smaller batches
+                self._at.step = self._world.step = self._world.target
+                return None
+            done = self._strategy.synchronize(self._replica, self._clock)
+            if done.totals is not None:
+                self._at.learn(done.totals)
+            self._at.bytes_sent += done.sent_bytes
+            return None
         return True
+
+    def _due(self, last: bool) -> bool | None:
+        """Compare the replicas and save a checkpoint, if due.
+
+        Returns False if the run has to stop, None if the members changed.
+        """
+        world, strategy, loader = self._world, self._strategy, self._loader
+        if self._check_due and strategy.in_sync and not world.suspended:
+            if not self._transactions.attempt(lambda: consistency.check(self._replica.state(), self._data))[0]:
+                return None
+            self._check_due = False
+        savable = (strategy.in_sync or strategy.shared_weights is not None) and not world.suspended
+        if savable and (self._stopping or (self._save_due and not last)):
+            if not self._save():
+                return None
+            if self._stopping:
+                return False
+        return True if self._loader is loader else None
+
+    def _hand_over(self) -> None:
+        """Give the state of rank 0 to ranks whose host has come back. Collective."""
+        message = self._world.hand_over(self._welcome)
+        if not self._world.joining:
+            return
+        welcome, arrays = elastic.Welcome.read(message)
+        at = self._at = Position(**welcome.position)
+        self._check_due, self._save_due, self._stopping = welcome.due
+        snapshot.welcome(arrays, self._replica, self._strategy)
+        self._world.step = at.step
+        self._writer.close()
+        elastic.copy_records(self._folder, self._records_of, welcome)
+        self._writer = observers.writer(self._config, self._folder, self._records_of)
+        self._world.joining = False
+
+    def _welcome(self) -> bytes:
+        """Return the state of this rank 0 for ranks whose host has come back."""
+        return elastic.Welcome(
+            position=dataclasses.asdict(self._at),
+            due=[self._check_due, self._save_due, self._stopping],
+            lock=locks.job(),
+            manifest=json.loads((self._folder / manifest.NAME).read_text()),
+            metrics=(self._folder / "metrics" / "rank0000.jsonl").read_text(),
+        ).as_bytes(snapshot.for_newcomers(self._replica, self._strategy))
+
+    def _adopt(self, lost_s: float) -> None:
+        """Divide the rest of the epoch among the present members. Collective."""
+        assert isinstance(self._world, ElasticCommunicator)
+        at = self._at
+        # A rank that saw the end of an evaluation is in the next epoch, and others are not yet.
+        positions = self._world.gather([at.epoch, at.consumed])
+        at.consumed = max(consumed for epoch, consumed in positions if epoch == at.epoch)
+        self._checkpoints = self._new_checkpoints()
+        self._loader, self._plan = elastic.divided(self._job, self._world)
+        elastic.keep_count(self._folder, self._world)
+        if self._world.rank == 0 and self._records_of != 0:
+            elastic.take_over(self._folder, self._records_of)
+            self._writer.close()
+            self._writer, self._records_of = observers.writer(self._config, self._folder, 0), 0
+        at.epoch_s += lost_s
+        record = elastic.view_record(self._world, at, self._plan, lost_s)
+        self._writer.write(record)
+        self._say(elastic.described(record, self._plan))
 
     def _step(self, epoch: int, batches: Any, end: int, last: bool) -> float:
         """Run a step up to sample `end` of the epoch and return its mean loss. `last`: whether it ends the epoch."""
         at, clock = self._at, self._clock
+        self._world.step = at.step
+        if self._world.suspended and not self._strategy.capabilities.local_updates:
+            raise PeerLost("a host was lost")
         lr = self._plan.learning_rate(epoch * self._plan.steps_per_epoch + self._loader.step_at(at.consumed))
         began = time.perf_counter()
         with clock.span("data"):
@@ -149,7 +254,6 @@ class Loop:
         if self._config.ema and any(each.totals is not None for each in done):  # all ranks know the same weights
             with clock.span("compute"):
                 self._replica.average(at.averaging_decay(self._config.ema), self._strategy.shared_weights)
-        check = self._check_due and self._strategy.in_sync  # synchronize may have changed it
         for each in done:
             if each.totals is not None:
                 at.learn(each.totals)
@@ -182,9 +286,9 @@ class Loop:
         at.add(record, seconds=seconds, consumed=end)
         if self._adaptive:
             self._adaptive.add(record, seconds)
-        if check:
-            consistency.check(self._replica.state(), self._data)
-            self._check_due = False
+        if not record.warmup:
+            self._world.report_pace(record.compute_s)
+        self._world.step = at.step
         if self._steps_here == 0:
             self._first_step_s = process_age_s()
             self._say(f"first step     done {self._first_step_s:.1f} s after the start of this process")
@@ -227,15 +331,9 @@ class Loop:
 
     def _end_epoch(self, epoch: int) -> None:
         with self._clock.span("validation"):
-            if self._config.ema:
-                self._replica.swap_average()
-            if self._precise_bn:
-                first = [0, *self._loader.ends()][max(0, self._plan.steps_per_epoch - self._precise_bn)]
-                renew_statistics(self._replica, self._loader.epoch(epoch, start=first))
-            split, most = getattr(self._dataset, self._config.evaluate_on), self._config.evaluate_samples
-            loss, scores, _ = self._evaluate(split, most)
-            if self._config.ema:
-                self._replica.swap_average()
+            loss, scores, _ = self._transactions.until_done(
+                lambda: self._evaluator.after_epoch(epoch, self._loader, self._plan)
+            )
         record, is_best = self._at.end_epoch(
             epoch,
             self._metric,
@@ -244,8 +342,9 @@ class Loop:
             validation_s=self._clock.take("validation"),
             unix_s=time.time(),
         )
-        if self._world.rank == 0:
+        if self._world.rank == 0 or self._world.elastic:
             self._writer.write(record)
+        if self._world.rank == 0:
             rate = "" if record.samples_per_s is None else f", {record.samples_per_s:.0f} samples/s"
             self._say(
                 f"epoch {epoch + 1}/{self._config.epochs}: train loss {record.train_loss:.4f} "
@@ -254,23 +353,28 @@ class Loop:
             )
         every = self._config.checkpoint_epochs
         if self._save_due or (every and ((epoch + 1) % every == 0 or (self._judge and is_best))):
-            self._save(best=is_best)
+            while not self._save(best=is_best):
+                pass  # the members changed
 
     def _finish(self, watching: contextlib.ExitStack) -> records.Summary:
         """Evaluate on the test split, end `watching`, time inference, write the summary and then COMPLETE."""
         world = self._world
-        tested_step = self._take_best() if self._judge else self._at.step
+        until_done = self._transactions.until_done
+        tested_step = until_done(self._take_best) if self._judge else self._at.step
         if self._config.ema:  # they stay: the caller gets the model that was tested
             self._replica.swap_average()
         with self._clock.span("test"):
-            test_loss, test_scores, test_sums = self._evaluate(self._dataset.test)
+            test_loss, test_scores, test_sums = until_done(
+                lambda: self._evaluator.split(self._dataset.test, self._plan)
+            )
         ended_unix_s = time.time()
         watching.close()
         sizes = self._config.inference_sizes if world.rank == 0 else []
         split = self._dataset.test if len(self._dataset.test) else self._dataset.validation
         inference = timed_inference(self._replica, split, sizes if len(split) else [])
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        facts = world.gather([world.host, rss, world.nic_bytes(self._nic_began), dataclasses.asdict(self._spent)])
+        own = [world.host, rss, world.nic_bytes(self._nic_began), dataclasses.asdict(self._spent)]
+        facts = until_done(lambda: world.gather(own))
         summary = self._at.summary(
             run_dir=str(self._folder),
             workload=self._run.workload,
@@ -296,19 +400,17 @@ class Loop:
             ended_unix_s=ended_unix_s,
             inference=inference,
         )
-        if world.rank == 0:
-            self._writer.write(summary)
-            records.write_document(self._folder / "COMPLETE", {"schema": records.SCHEMA, "utc": records.utc_now()})
+        until_done(lambda: self._publish(summary))
+        self._publish(summary)  # rank 0 may have been lost meanwhile
         self._writer.close()
         return summary
 
-    def _evaluate(self, split: Split, most: int | None = None) -> tuple[float | None, dict[str, float], dict[str, Any]]:
-        """Evaluate as `evaluation.evaluate` does, with the scores of the judge."""
-        plan, metric = self._plan, self._metric
-        loss, scores, sums = evaluate(
-            self._replica, metric, split, plan.rank_batch, self._world, self._data, plan.shares, most
-        )
-        return loss, scores | self._judge(split) if self._judge and len(split) else scores, sums
+    def _publish(self, summary: records.Summary) -> None:
+        """Complete the run folder, on rank 0."""
+        if self._world.rank == 0 and not self._published:
+            self._published = True
+            self._writer.write(summary)
+            records.write_document(self._folder / "COMPLETE", {"schema": records.SCHEMA, "utc": records.utc_now()})
 
     def _take_best(self) -> int:
         """Load the weights of the best epoch, if they were saved. Returns the number of steps after which they were."""
@@ -320,34 +422,27 @@ class Loop:
         self._restore(loaded)
         return loaded.step
 
-    def _save(self, best: bool = False) -> None:
+    def _save(self, best: bool = False) -> bool:
+        """Save a checkpoint. Returns False if the members changed meanwhile."""
         began = time.perf_counter()
-        shared, local = snapshot.taken(self._replica, self._strategy)
-        self._checkpoints.save(self._at.step, shared, local, dataclasses.asdict(self._at), best=best)
+
+        def save() -> None:
+            shared, local = snapshot.taken(self._replica, self._strategy)
+            self._checkpoints.save(self._at.step, shared, local, dataclasses.asdict(self._at), best=best)
+
+        if not self._transactions.attempt(save)[0]:
+            return False
         self._save_due = False
         seconds = time.perf_counter() - began
         self._at.checkpoint_s += seconds
-        if self._world.rank == 0:
+        if self._world.rank == 0 or self._world.elastic:
             self._writer.write(records.Saved(step=self._at.step, checkpoint_s=seconds, best=best))
+        return True
 
     def _resume(self) -> None:
         loaded = self._checkpoints.newest()
         if loaded is None:
-            folder = self._folder / "checkpoints"
-            exists = any(self._world.gather(any(folder.glob("step-*"))))
-            others = any(self._world.gather(self._checkpoints.others))
-            if others:
-                raise Failure(
-                    f"{folder}: no checkpoint fits this run (reasons above); hint: use the options of the earlier "
-                    "run, or choose another --run-dir",
-                    exits.BAD_CONFIG,
-                )
-            if exists:
-                raise Failure(
-                    f"{folder}: no valid checkpoint (reasons above); hint: restore one from a copy, or start again "
-                    "with another --run-dir",
-                    exits.BAD_DATA,
-                )
+            self._checkpoints.check_none()
             self._say("starting at step 0")
             return
         self._at = self._restore(loaded)

@@ -14,6 +14,7 @@ import numpy as np
 from hvdtrain import records, strategies
 from hvdtrain.comm import lifecycle
 from hvdtrain.comm.backends.base import digest
+from hvdtrain.comm.elastic import unsupported
 from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.config import workloads
 from hvdtrain.config.options import TrainConfig
@@ -88,6 +89,8 @@ def train(
     purpose, name = sys.modules["__main__"].__doc__ or "", _name()
     cls = TorchrunConfig if launch_env().launcher == "torchrun" else TrainConfig
     config, environment = workload.begin(cls, name, purpose, [*_flags(settings, framework), *argv])
+    if environment.launcher == "elastic":
+        raise unsupported()
     if config.framework != framework:
         raise Failure(f"--framework {config.framework}: the model is a {framework} model", exits.BAD_CONFIG)
     exchange = None if catalog.help_requested(config.strategy) else strategies.resolve(config)

@@ -177,7 +177,9 @@ def with_strategy(job: Job, model: Maker) -> Job:
         return _continued(job)
     exchanges = choice.candidates(rule, config)
     own, chosen = None, choice.Chosen(EXACT_REDUCER, "one host: nothing is sent over the network")
-    if job.ranks.hosts_count > 1:
+    if job.ranks.joining:
+        chosen = choice.Chosen(job.ranks.begun["identity"]["strategy"], "the run's strategy")
+    elif job.ranks.hosts_count > 1:
         plan, names = job.run.plan, reducers(exchanges) if job.ranks.local_rank == 0 else []
         own = measured(job, model, [plan.rank_batch], names, AUTO_STEPS_S, AUTO_CODING_S)
         chosen = choice.choose(own, job.ranks, exchanges, plan.global_batch)

@@ -37,6 +37,28 @@ def taken(replica: Replica, strategy: Strategy) -> tuple[Arrays, Arrays]:
     return shared, local | drift
 
 
+def for_newcomers(replica: Replica, strategy: Strategy) -> Arrays:
+    """Return the arrays that a new rank needs, from a rank that waits for no exchange: see `welcome`."""
+    own, common = replica.weights().copy(), strategy.common_weights
+    if common is not None:
+        replica.set_weights(common)
+    state = {f"state.{name}": array.copy() for name, array in replica.state().items()}
+    replica.set_weights(own)
+    local = {f"buffer.{name}": array for name, array in replica.local_state().items()}
+    return state | local | {f"strategy.{name}": array for name, array in strategy.newcomer_state().items()}
+
+
+def welcome(arrays: Arrays, replica: Replica, strategy: Strategy) -> None:
+    """Load what `for_newcomers` returned on another rank with the same model and strategy."""
+    parts: dict[str, Arrays] = {"state": {}, "buffer": {}, "strategy": {}}
+    for name, array in arrays.items():
+        prefix, _, rest = name.partition(".")
+        parts[prefix][rest] = array
+    replica.load(parts["state"])
+    replica.load_local(parts["buffer"])
+    strategy.welcome(replica, parts["strategy"])
+
+
 def whole(replica: Replica, world: Communicator, *, gives: bool) -> Arrays:
     """Return parameters and other arrays of the model, by name, from all ranks with `gives`. Collective."""
     state = replica.state().items()

@@ -31,7 +31,7 @@ from hvdtrain.strategies import Exchange, Reducer, Strategy, automatic, catalog,
 from hvdtrain.strategies.cost import elements
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
-from hvdtrain.training import framework, observers, profiled, resume, run_folder, summary, threads
+from hvdtrain.training import elastic, framework, observers, profiled, resume, run_folder, summary, threads
 from hvdtrain.training.job import Job
 from hvdtrain.training.threads import Threads
 
@@ -156,6 +156,7 @@ class Workload:
         """Resolve --strategy. Raises Failure (78) if it cannot be combined with other options or with the stages."""
         exchange = strategies.resolve(self.config, links)
         stages.check(exchange)
+        elastic.check(self.environment.launcher, exchange, self.config)
         return exchange
 
     def _loader(self, stages: Stages) -> Loader:
@@ -246,4 +247,5 @@ class Workload:
             gpu=device != "cpu",
             timeline=self.config.horovod_timeline,
             stall_limit_s=self.config.stall_limit,
+            elastic=True,
         )

@@ -348,7 +348,6 @@ def mistakes() -> None:
     for strategy in ("native", "async-ps", "allreduce", "powersdg"):
         rejects(Exception, strategy, lambda name=strategy: wrapped(net, name))
     rejects(ValueError, "same model", lambda: wrapped(torch.nn.Linear(2, 2 + hvd.rank()), "hierarchical"))
-    rejects(NotImplementedError, "state_dict()", lambda: hvd.elastic.run)
     net[0].weight.data += hvd.rank()
     local = wrapped(net, "local-sgd")
     rejects(ValueError, "distributed already", lambda: hvd.DistributedOptimizer(local, strategy="powersgd"))

@@ -272,7 +272,6 @@ def errors() -> dict[str, str]:
         "native": lambda: distributed(sgd(), strategy="native"),
         "compression": lambda: distributed(sgd(), strategy="powersgd", compression=hvd.Compression.fp16),
         "tape": lambda: hvd.DistributedGradientTape(tf.GradientTape(), strategy="local-sgd"),
-        "elastic": lambda: hvd.elastic.run,
         "session": _in_session,
         "op": lambda: distributed(sgd(), op=hvd.Max),
         "twice": lambda: distributed(distributed(sgd())),

@@ -137,6 +137,18 @@ class Communicator:
     """Payload bytes that this rank passed to other ranks of its host for gradient exchanges, in memory or over TCP"""
     framework = ""
     """torch or tensorflow"""
+    elastic = False
+    """Whether the job continues if a host is lost: see `comm.elastic`. Otherwise the next attributes never change"""
+    suspended = False
+    """Whether a host was lost, and `resume` has not been called since"""
+    joining = False
+    """Whether this rank's host has come back, and does not have the state of the run yet"""
+    begun: Mapping[str, Any] = {}
+    """If `joining`: what the others passed to `begin`"""
+    step = 0
+    """Steps that this rank has done, which it reports in `recover`"""
+    target = 0
+    """After `recover`: the most steps that a rank has done"""
     _group: RankGroup | None = None
     _owns_group = False
     _local_bytes_taken = 0
@@ -201,6 +213,53 @@ class Communicator:
         if len(set(self.gather(digest(arrays)))) == 1:
             return arrays
         return {name: self.broadcast(array, name) for name, array in arrays.items()}
+
+    # --- the loss of a host, and its return --------------------------------------------------------------------------
+
+    @property
+    def broken(self) -> bool:
+        """Whether the ranks are not connected, until `recover` has connected them again."""
+        return False
+
+    @property
+    def number(self) -> int:
+        """The launcher's number of this rank, which never changes."""
+        return self.rank
+
+    def begin(self, run: Mapping[str, Any]) -> None:
+        """From now on the job may continue without a lost host. `run`: what hosts that come back need, as JSON."""
+
+    def report_pace(self, compute_s: float) -> None:
+        """Report how long this rank computed in a step, so that a host that became slow can be put out."""
+
+    def join(self) -> None:
+        """If `joining`: wait until the others let this rank take part. `recover` follows."""
+
+    def admit(self) -> None:
+        """Let hosts that have come back take part from the next step on, if there are any. `recover` follows then."""
+
+    def hand_over(self, state: Callable[[], bytes]) -> bytes:
+        """Send rank 0's state to the ranks that are `joining`. Returns it there. Collective."""
+        return b""
+
+    def confirm(self) -> None:
+        """End a transaction: wait until all ranks hold the result of the collective work before. Raises PeerLost."""
+
+    def commit(self) -> None:
+        """`confirm`; after a loss also `recover`. Raises Aborted if the work has to be repeated."""
+
+    def lost(self) -> None:
+        """Interrupt all transfers, because a peer is lost."""
+
+    def recover(self) -> bool:
+        """Connect to the members of the next view. Returns whether the interrupted transaction counts. Collective.
+
+        Until `resume`, `suspended` is True.
+        """
+        raise NotImplementedError("these ranks cannot continue without a lost host")
+
+    def resume(self) -> None:
+        """All members are at the same step and have divided the work again."""
 
     # --- gradient vectors, reduced in three steps ------------------------------------------------------------------
 

@@ -12,7 +12,9 @@ they did, a slow link's queue would drop packets, and TCP would notice only afte
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import socket
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -125,8 +127,17 @@ class TcpCommunicator(Communicator):
 
     library = "tcp"
 
+    connect_s: float | None = None
+    """Time for the other ranks to connect; None for that of `stream`"""
+
     def __init__(self, rendezvous: Rendezvous, endpoint: Endpoint) -> None:
         """Raises Failure (69) if a rank cannot be reached."""
+        self._leader: Stream | None = None
+        self._members: list[Stream] = []
+        self._streams: list[Stream | None] = []
+        self._connect(rendezvous, endpoint)
+
+    def _connect(self, rendezvous: Rendezvous, endpoint: Endpoint) -> None:
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.local_rank, self.local_size = rendezvous.local_rank, rendezvous.local_size
         self.job_key = rendezvous.job_key
@@ -142,12 +153,14 @@ class TcpCommunicator(Communicator):
                 expected = {rank for rank in range(self.size) if machines[rank] == own} - {self.rank}
                 expected |= {rank for rank in leaders if rank > self.rank}
             me = auth.Party(rendezvous.job_key, b"tcp", self.rank)
-            connected, accepted = open_streams(ranks, me, targets, listener, expected)
+            connected, accepted = open_streams(ranks, me, targets, listener, expected, self.connect_s)
             streams = connected | accepted
         self._leader = None if leader == self.rank else streams.pop(leader)
         self._members = [streams[rank] for rank in sorted(streams) if machines[rank] == own]
         self._streams = [streams.get(rank) for rank in leaders]
         self.hosts_count = len(leaders)
+        self._host_of = [leaders.index(machines.index(machine)) for machine in machines]
+        """The host of each rank, as an index of `leaders`"""
         self._leaders = TcpLeaderGroup(self._streams) if self._leader is None else None
         self._shared = share_memory(self._leader, self._members)
         self._scratch = np.empty(0, np.float32)
@@ -156,9 +169,17 @@ class TcpCommunicator(Communicator):
 
     def _disconnect(self) -> None:
         # No wait: messages already sent still arrive, and a peer that waits for more notices that this rank is gone.
-        for stream in (*self._members, *self._streams, self._leader):
-            if stream is not None:
-                stream.socket.close()
+        for stream in self._all_streams():
+            stream.socket.close()
+
+    def interrupt(self) -> None:
+        """End all transfers with PeerLost, now and from now on. Called from any thread."""
+        for stream in self._all_streams():
+            with contextlib.suppress(OSError):  # the other end was faster
+                stream.socket.shutdown(socket.SHUT_RDWR)
+
+    def _all_streams(self) -> list[Stream]:
+        return [stream for stream in (*self._members, *self._streams, self._leader) if stream is not None]
 
     # --- small arrays in host memory -------------------------------------------------------------------------------
 

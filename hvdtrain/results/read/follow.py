@@ -21,7 +21,7 @@ class Follower:
 
     def __init__(self, path: Path, last_bytes: int | None = None) -> None:
         """`last_bytes`: begin about this far before the end of the file; None: at its beginning."""
-        self._path, self._last_bytes, self._at = path, last_bytes, 0
+        self._path, self._last_bytes, self._at, self._inode = path, last_bytes, 0, 0
         self.changed_unix_s: float | None = None
         """When the file was last written, by its file system's clock; None if there is no file yet"""
 
@@ -35,8 +35,8 @@ class Follower:
         with records.open_plain(self._path) as stream:
             about = os.fstat(stream.fileno())
             self.changed_unix_s = about.st_mtime
-            if about.st_size < self._at:  # replaced by a shorter file
-                self._at = 0
+            if about.st_size < self._at or about.st_ino != self._inode:  # replaced by another file
+                self._at, self._inode = 0, about.st_ino
             if self._last_bytes is not None:
                 self._at, self._last_bytes = max(0, about.st_size - self._last_bytes), None
             stream.seek(self._at)

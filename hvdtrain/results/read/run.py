@@ -150,7 +150,7 @@ def _measured(
     metrics = steps.read(path, incomplete, declared)
     summary = metrics.summary
     if not complete:
-        return {"state": "unfinished", "resumed": metrics.resumed}
+        return {"state": "unfinished", "resumed": metrics.resumed, "views": _views(metrics)}
     if summary is None:
         raise Failure(f"{path}: no summary at the end of the file, although COMPLETE exists")
     sums = metrics.sums
@@ -162,7 +162,8 @@ def _measured(
     if changed:  # the means describe no strategy
         sums = steps.Sums()
     columns = _from_summary(summary, metrics.checkpoint_s) | _batch(summary, manifest)
-    columns |= {"state": "complete", "resumed": metrics.resumed} | changed | _resumed_elsewhere(metrics, manifest)
+    columns |= {"state": "complete", "resumed": metrics.resumed, "views": _views(metrics)}
+    columns |= changed | _other_ranks(metrics, manifest)
     columns |= _scores(summary, settings["primary_metric"], declared)
     columns |= _per_step(sums) | _network(summary, metrics, sums, manifest, settings["rate_mbit"])
     # The clocks are of the last start, the sums and the samples of all starts.
@@ -205,10 +206,21 @@ def _batch(summary: records.Summary, manifest: records.Manifest) -> dict[str, An
     return {"global_batch": batch, "rank_batch": batch / summary.ranks if summary.ranks else None}
 
 
-def _resumed_elsewhere(metrics: steps.RankMetrics, manifest: records.Manifest) -> dict[str, Any]:
+def _views(metrics: steps.RankMetrics) -> str | None:
+    """Who continued from which step and sample of an elastic run, and why."""
+    texts = [
+        f"{', '.join(dict.fromkeys(view.members))} from step {view.step} (epoch {view.epoch + 1}, "
+        f"sample {view.sample}) after {view.lost_s:.1f} s: {view.reason}"
+        for view in metrics.views
+    ]
+    return " | ".join(texts) or None
+
+
+def _other_ranks(metrics: steps.RankMetrics, manifest: records.Manifest) -> dict[str, Any]:
     """Marks a run whose number of ranks or hosts changed, because its times describe neither."""
     first = (len(manifest.ranks), len(manifest.hosts))
-    moves = [each for each in metrics.starts if each.ranks and each.hosts and (each.ranks, each.hosts) != first]
+    starts: list[records.Resumed | records.View] = [*metrics.starts, *metrics.views]
+    moves = [each for each in starts if each.ranks and each.hosts and (each.ranks, each.hosts) != first]
     if not moves:
         return {}
     later = [f"{each.ranks} on {each.hosts} from step {each.step}" for each in moves]

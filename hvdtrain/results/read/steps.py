@@ -89,6 +89,8 @@ class RankMetrics:
     """Time of every checkpoint that counts. The summary's sum excludes those that a run was resumed from"""
     starts: list[records.Resumed] = dataclasses.field(default_factory=list)
     """Every resume from a checkpoint"""
+    views: list[records.View] = dataclasses.field(default_factory=list)
+    """The members of an elastic run after each loss"""
     choices: list[records.Chosen] = dataclasses.field(default_factory=list)
     """Choices that count"""
     summary: records.Summary | None = None
@@ -111,6 +113,8 @@ def read(path: Path, incomplete: Callable[[int], None], declared: Mapping[str, S
                     metrics.starts.append(record)
                 if restarted or isinstance(record, records.Resumed):
                     metrics.last_start, metrics.resumed = record.step, True
+            case records.View():
+                metrics.views.append(record)
             case records.Saved():
                 metrics.checkpoint_s += record.checkpoint_s
             case records.Chosen():

@@ -23,12 +23,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.errors import PeerLost
 from hvdtrain.config.constraints import Checked, bounded
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Clock
@@ -51,6 +52,14 @@ class InFlight(NamedTuple):
     change: np.ndarray
     """This rank's weighted change followed by totals; after the exchange, the mean over ranks"""
     sent_bytes: Future[int]
+    steps: int = 0
+    samples: int = 0
+    all_samples: int = 0
+    """Steps, this rank's samples and all ranks' samples of the round"""
+    tail: np.ndarray = np.zeros(1)
+    """This rank's totals of the round"""
+    before: dict[str, np.ndarray] = {}  # noqa: RUF012 (a default that nobody changes)
+    """In an elastic job: the reducer's state before the exchange, as soon as it has begun"""
 
 
 class LocalSGD(Synchronous):
@@ -73,7 +82,7 @@ class LocalSGD(Synchronous):
         staleness: int = bounded(0, least=0, example=1)
         """Steps computed during an exchange, before its result is used"""
 
-    capabilities = Capabilities(takes_reducer=True, local_updates=True, has_residual=True)
+    capabilities = Capabilities(takes_reducer=True, local_updates=True, has_residual=True, elastic=True)
     reshard_refusal = "each rank has its own weights and momentum"
 
     def __init__(
@@ -121,12 +130,12 @@ class LocalSGD(Synchronous):
             replica.apply(lr)
         self._drifted, self._samples = self._drifted + 1, self._samples + samples
         self._all_samples += all_samples
-        if self._drifted == self.settings.every:
+        if self._drifted >= self.settings.every and not self._world.suspended:
             self._send(replica, clock)
         return self._receive(replica, clock, self._steps, loss)
 
     def synchronize(self, replica: Vectors, clock: Clock) -> Exchanged:
-        if self._drifted:
+        if self._drifted and not self._world.suspended:
             self._send(replica, clock)
         return self._receive(replica, clock, self._steps + self.settings.staleness, 0.0)
 
@@ -138,27 +147,111 @@ class LocalSGD(Synchronous):
             change = np.empty(self._size + self._tail.size, np.float32)
             np.multiply(own, np.float32(self._samples / self._all_samples), out=change[: self._size])
             change[self._size :] = self._tail
-        sent = self._thread.submit(reduce, self._world, self._reducer, change, self._size)
-        self._in_flight.append(InFlight(self._steps + self.settings.staleness, own, change, sent))
+        before: dict[str, np.ndarray] = {}
+        sent = self._thread.submit(self._exchange, change, before)
+        due, round_ = self._steps + self.settings.staleness, (self._drifted, self._samples, self._all_samples)
+        self._in_flight.append(InFlight(due, own, change, sent, *round_, self._tail, before))
         self._drifted = self._samples = self._all_samples = 0
         self._tail = np.zeros(1)
+
+    def _exchange(self, change: np.ndarray, before: dict[str, np.ndarray]) -> int:
+        """Runs in the background. Returns the payload bytes sent."""
+        if not self._world.elastic:
+            return reduce(self._world, self._reducer, change, self._size)
+        if self._world.suspended:
+            raise PeerLost("an earlier exchange was interrupted")
+        before |= self._reducer.state() or {"none": np.zeros(0)}
+        try:
+            sent = reduce(self._world, self._reducer, change, self._size)
+            self._world.confirm()
+        except PeerLost:
+            self._world.lost()
+            raise
+        return sent
 
     def _receive(self, replica: Vectors, clock: Clock, step: int, loss: float) -> Exchanged:
         """Wait for the changes due by this step; their means replace this rank's own changes."""
         tails, sent = [], 0
-        while self._in_flight and self._in_flight[0].due <= step:
-            flight = self._in_flight.popleft()
+        while self._in_flight and self._in_flight[0].due <= step and not self._world.suspended:
+            flight = self._in_flight[0]
             with clock.span("communication"):
-                sent += flight.sent_bytes.result()
+                try:
+                    sent += flight.sent_bytes.result()
+                except PeerLost:
+                    if not self._world.elastic:
+                        raise
+                    break  # `settle` decides
+            self._in_flight.popleft()
             tails.append(flight.change[self._size :])
             with clock.span("compute"):
-                self._anchor = self._anchor + self._outer(flight.change[: self._size])
-                began = sum((other.own for other in self._in_flight), start=self._anchor)
-                replica.set_weights(began + (replica.weights() - self._began) if self._drifted else began)
-                self._began = began
+                self._take(flight, replica)
+        return self._arrived(tails, sent, loss)
+
+    def _take(self, flight: InFlight, replica: Vectors) -> None:
+        """Replace this rank's own change by the mean."""
+        self._anchor = self._anchor + self._outer(flight.change[: self._size])
+        began = sum((other.own for other in self._in_flight), start=self._anchor)
+        replica.set_weights(began + (replica.weights() - self._began) if self._drifted else began)
+        self._began = began
+
+    def _arrived(self, tails: Sequence[np.ndarray], sent: int, loss: float) -> Exchanged:
         if not tails:
             return Exchanged(loss=loss)
         return dataclasses.replace(Exchanged.of(np.stack(tails).sum(axis=0, dtype=np.float64), sent), loss=loss)
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._steps -= 1  # one of the first steps, which exchange gradients
+
+    def wait_idle(self) -> None:
+        wait([flight.sent_bytes for flight in self._in_flight])
+
+    def settle(self, replica: Vectors, counts: bool) -> Exchanged:
+        """The changes that were not exchanged become part of the current round."""
+        tails, undone, undo = [], list[InFlight](), dict[str, np.ndarray]()
+        while self._in_flight:
+            flight = self._in_flight.popleft()
+            error = flight.sent_bytes.exception()
+            if error is not None and not isinstance(error, PeerLost):
+                raise error
+            if error is None or (counts and not undone):
+                counts &= error is None
+                tails.append(flight.change[self._size :])
+                self._take(flight, replica)
+            else:
+                undone.append(flight)
+                undo = undo or flight.before
+        if undone:
+            if undo and "none" not in undo:
+                self._reducer.load(undo)
+            self._began = self._anchor
+            self._drifted += sum(flight.steps for flight in undone)
+            self._samples += sum(flight.samples for flight in undone)
+            self._tail = sum((flight.tail for flight in undone), start=self._tail)
+        return self._arrived(tails, 0, 0.0)
+
+    def regroup(self) -> None:
+        super().regroup()
+        if self._drifted:  # the lost hosts' samples of this round are lost with their changes
+            self._all_samples = sum(self._world.gather(self._samples))
+
+    @property
+    def common_weights(self) -> np.ndarray | None:
+        return None if self.in_sync else self._anchor
+
+    def newcomer_state(self) -> dict[str, np.ndarray]:
+        residual = f"inner.{self._reducer.residual_key}"
+        state = {name: array for name, array in self.state().items() if name.startswith("inner.") and name != residual}
+        return state | {
+            "steps": np.array(self._steps),
+            "velocity": self._velocity,
+            "round": np.array([self._drifted, 0, self._all_samples]),
+            "totals": np.zeros_like(self._tail),
+        }
+
+    def welcome(self, replica: Vectors, state: dict[str, np.ndarray]) -> None:
+        super().welcome(replica, state)
+        self._began = self._anchor = replica.weights().copy()
 
     def _outer(self, mean: np.ndarray) -> np.ndarray:
         """Return the step that all ranks make for a mean change."""

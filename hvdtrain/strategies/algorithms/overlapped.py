@@ -18,13 +18,13 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
 
 from hvdtrain.observe.timing import Clock
-from hvdtrain.strategies.algorithms.synchronous import Synchronous, reduce, with_totals
+from hvdtrain.strategies.algorithms.synchronous import Synchronous, with_totals
 from hvdtrain.strategies.base import ReducerCost
 from hvdtrain.strategies.cost import Cost, Layout, Shape
 from hvdtrain.strategies.reducers.base import Reducer
@@ -60,7 +60,7 @@ class Overlapped(Synchronous):
 
     def buckets(self) -> list[range]:
         ranges = buckets(self._shapes)
-        if len(ranges) == 1 or self._world.hosts_count == 1:
+        if len(ranges) == 1 or (self._world.hosts_count == 1 and not self._world.joining):
             return []
         borders = [0, *itertools.accumulate(math.prod(shape) for shape in self._shapes)]
         slices = [slice(borders[bucket.start], borders[bucket.stop]) for bucket in ranges]
@@ -82,7 +82,7 @@ class Overlapped(Synchronous):
         def exchange() -> int:
             if ready:
                 ready()
-            return reduce(self._world, reducer, piece, size)
+            return self._reduced(reducer, piece, size)
 
         self._pending = [*self._pending, self._thread.submit(exchange)]
 
@@ -92,10 +92,19 @@ class Overlapped(Synchronous):
             return self._summed(replica, vector, lr, clock)
         with clock.span("communication"):
             sent = sum(future.result() for future in self._pending)
+            self._commit()
         self._pending = ()
         with clock.span("compute"):
             replica.apply(lr)
         return Exchanged.of(vector[self._size :], sent)
+
+    def abandon(self) -> None:
+        wait(self._pending)
+        self._pending = ()
+        super().abandon()
+
+    def _reducers(self) -> list[Reducer]:
+        return [reducer for _, reducer in self._buckets] or super()._reducers()
 
     def state(self) -> dict[str, np.ndarray]:
         if not self._buckets:

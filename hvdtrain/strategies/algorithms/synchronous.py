@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.errors import PeerLost
 from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies.base import Capabilities, ReducerCost, Strategy
 from hvdtrain.strategies.cost import Cost, Layout, Phase, Shape
@@ -24,7 +25,9 @@ from hvdtrain.strategies.replicas import Exchanged, Vectors
 class Synchronous(Strategy):
     """Its state is the reducer's."""
 
-    capabilities = Capabilities(takes_reducer=True)
+    capabilities = Capabilities(takes_reducer=True, elastic=True)
+    _undo: tuple[tuple[Reducer, dict[str, np.ndarray]], ...] = ()
+    """In an elastic job: the reducers that have run in this step, each with its state before"""
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, reducer_cost: ReducerCost) -> Cost:
@@ -36,10 +39,48 @@ class Synchronous(Strategy):
 
     def _summed(self, replica: Vectors, vector: np.ndarray, lr: float, clock: Clock) -> Exchanged:
         with clock.span("communication"):
-            sent = reduce(self._world, self._reducer, vector, self._size)
+            sent = self._reduced(self._reducer, vector, self._size)
+            self._commit()
         with clock.span("compute"):
             replica.apply(lr)
         return Exchanged.of(vector[self._size :], sent)
+
+    def _reduced(self, reducer: Reducer, vector: np.ndarray, size: int) -> int:
+        """`reduce`, which `abandon` can undo. Raises PeerLost."""
+        if not self._world.elastic:
+            return reduce(self._world, reducer, vector, size)
+        if self._world.suspended:
+            raise PeerLost("an earlier exchange was interrupted")
+        self._undo = (*self._undo, (reducer, reducer.state()))
+        try:
+            return reduce(self._world, reducer, vector, size)
+        except PeerLost:
+            self._world.lost()  # the other members must not take the next bucket for this one
+            raise
+
+    def _commit(self) -> None:
+        """End the exchange of a step. Raises PeerLost or Aborted before anything was updated."""
+        self._world.commit()
+        self._undo = ()
+
+    def abandon(self) -> None:
+        for reducer, state in self._undo:
+            reducer.load(state)
+        self._undo = ()
+
+    def regroup(self) -> None:
+        for reducer in self._reducers():
+            reducer.load(reducer.state())  # if a single host is left, it adds the residual to its next vector
+
+    def _reducers(self) -> list[Reducer]:
+        return [self._reducer]
+
+    def newcomer_state(self) -> dict[str, np.ndarray]:
+        residual = self._reducers()[0].residual_key
+        return {name: array for name, array in self.state().items() if name != residual}
+
+    def welcome(self, replica: Vectors, state: dict[str, np.ndarray]) -> None:
+        self.load(self.state() | state)
 
     def state(self) -> dict[str, np.ndarray]:
         return self._reducer.state()

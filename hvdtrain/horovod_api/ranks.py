@@ -1,0 +1,131 @@
+"""The ranks of a script's job on the TCP backend: connections for its calls and for each of its strategies."""
+
+from __future__ import annotations
+
+import collections
+import socket
+import threading
+import weakref
+from collections.abc import Hashable, Sequence
+
+from hvdtrain.comm import lifecycle
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.backends.tcp import TcpCommunicator
+from hvdtrain.comm.elastic import ElasticCommunicator
+from hvdtrain.comm.errors import PeerLost
+from hvdtrain.comm.world import RankGroup, connect
+from hvdtrain.config.options import TrainConfig
+from hvdtrain.horovod_api.calls import Calls
+from hvdtrain.strategies import Exchange, Strategy
+from hvdtrain.strategies.cost import Shape
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
+
+
+def fresh(exchange: Exchange, world: Communicator, shapes: Sequence[Shape]) -> Strategy:
+    """A new strategy for arrays of these shapes."""
+    return exchange.make(TrainConfig(strategy=str(exchange)), world, shapes)
+
+
+class Job:
+    """The ranks of this process's job, connected by the TCP backend."""
+
+    def __init__(self, group: RankGroup, framework: str) -> None:
+        """Collective."""
+        self.group, self._framework = group, framework
+        self.elastic = group.rendezvous if isinstance(group.rendezvous, ElasticCommunicator) else None
+        """The ranks of an elastic job"""
+        self.joins = self.elastic is not None and self.elastic.joining
+        """Whether this rank's host has come back during the job"""
+        self.generation = 0
+        """Number of times that the ranks have connected again"""
+        self.protected = False
+        """Whether this rank has called a function of `hvd.elastic.run`"""
+        self._exchanged: set[Hashable] = set()
+        self._connecting, self._registering = threading.Lock(), threading.Lock()
+        self._worlds = weakref.WeakSet[Communicator]()
+        """Open communicators; each lives as long as the strategy that uses it"""
+        self._strategies = weakref.WeakSet[Strategy]()
+        self._connect()
+        if self.elastic is not None:
+            self.elastic.on_interrupt = self.interrupt
+
+    def _connect(self) -> None:
+        """Collective. Raises PeerLost or Failure (69)."""
+        rendezvous = self.group.rendezvous
+        self.rank, self.size = rendezvous.rank, rendezvous.size
+        self.local_rank, self.local_size = rendezvous.local_rank, rendezvous.local_size
+        host = socket.gethostname() if self.elastic is None else self.elastic.view.hosts[self.rank]
+        own = f"{host} {self.local_rank}"
+        places = [each.decode().split() for each in rendezvous.gather_bytes(own.encode())]
+        self.is_homogeneous = len(set(collections.Counter(host for host, _ in places).values())) == 1
+        cross_hosts = [host for host, local_rank in places if int(local_rank) == self.local_rank]
+        self.cross_rank, self.cross_size = cross_hosts.index(places[self.rank][0]), len(cross_hosts)
+        self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(self.size))}
+        """Ranks of each process set, by its number"""
+        self.calls = Calls(rendezvous, self.group.endpoint)
+        self._check_connected()
+
+    def reconnect(self) -> None:
+        """Connects the present ranks of an elastic job after `close`. Collective. Raises PeerLost or Failure (69)."""
+        self.generation += 1
+        self._connect()
+
+    def strategy(self, exchange: Exchange, shapes: Sequence[Shape]) -> tuple[Strategy, Communicator]:
+        """A strategy for arrays of these shapes, on separate connections. Collective."""
+        world = self.world()
+        strategy = fresh(exchange, world, shapes)
+        self._strategies.add(strategy)
+        return strategy, world
+
+    def world(self) -> Communicator:
+        """Connects the ranks once more. Collective."""
+        with self._connecting:
+            world = connect(self._framework, backend="tcp", group=self.group)
+        with self._registering:
+            self._worlds.add(world)
+        self._check_connected()
+        return world
+
+    def exchanging(self, what: Hashable) -> None:
+        """Called before gradients or values are reduced; `what` is equal in each step.
+
+        An elastic job whose script trains outside `hvd.elastic.run` would end when a host is lost, although its user
+        expects the opposite. So the second step ends the process with code 78. One step is allowed, because it creates
+        the state of Keras' optimizers. This is not an exception, because one in a graph would not arrive as a Failure.
+        """
+        if self.elastic is None or self.protected:
+            return
+        if what in self._exchanged:
+            problem = "--elastic: this script trains outside hvd.elastic.run, so it cannot continue without a lost host"
+            hint = "call a function with the decorator @hvd.elastic.run, or start the script without --elastic"
+            lifecycle.fail(Failure(f"{problem}; hint: {hint}", exits.BAD_CONFIG))
+        self._exchanged.add(what)
+
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        """The bytes of every rank, in rank order, on all ranks. Unlike the method of `calls`, it outlives a loss."""
+        return self.calls.gather_bytes(own)
+
+    def _check_connected(self) -> None:
+        """Raises PeerLost if a host was lost while connections were made that `interrupt` did not know yet."""
+        if self.elastic is not None and self.elastic.broken:
+            raise PeerLost("the members of the job changed")
+
+    def interrupt(self) -> None:
+        """Ends all transfers of an elastic job with PeerLost. Called from any thread."""
+        with self._registering:
+            worlds = [world for world in self._worlds if isinstance(world, TcpCommunicator)]
+        for world in worlds:
+            world.interrupt()
+        self.calls.interrupt()
+
+    def close(self) -> None:
+        """Closes all connections. Ranks that still wait for this one get an error."""
+        if self.elastic is not None:
+            self.interrupt()
+            for strategy in self._strategies:  # their threads no longer use the connections
+                strategy.wait_idle()
+        for world in self._worlds:
+            world.shutdown()
+        self._worlds.clear()
+        self.calls.close()

@@ -1,0 +1,197 @@
+"""The agent of one host in an elastic job: it starts the host's ranks and connects them to the launcher.
+
+`launch.elastic` starts one agent per host, over ssh. Both sides write one JSON object per line:
+
+    launcher -> agent   the job (first line), beat, to + message (for ranks), signal, end
+    agent -> launcher   beat, from + message (of a rank), stdout (of a rank), ended + code (of a rank)
+
+Each rank has a socket to its agent, whose number is in HVDTRAIN_ELASTIC_FD, and its standard error is the agent's. The
+ranks of a host live and die together: if a signal ends one, the agent kills the others. It also kills them if the
+launcher is gone or silent, so that no rank of a lost host goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+FD = "HVDTRAIN_ELASTIC_FD"
+"""Variable with the descriptor of a rank's socket to its agent"""
+BEAT_S = 0.5
+LAST_S = 2.0
+"""Time to pass on the last output of the ranks"""
+ALONE_S = 10.0
+"""Silence of the launcher after which the agent kills its ranks. The launcher gives a host up much earlier"""
+CHUNK = 1 << 16
+
+
+class Line:
+    """One end of a connection that carries a JSON object per line, and never blocks."""
+
+    def __init__(self, source: int, target: int) -> None:
+        self.source, self.target = source, target
+        os.set_blocking(source, False)
+        os.set_blocking(target, False)
+        self._read, self._unsent = b"", b""
+
+    def receive(self) -> list[Any] | None:
+        """Return the objects that have arrived; None at the end of the stream."""
+        try:
+            data = os.read(self.source, CHUNK)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        if not data:
+            return None
+        *lines, self._read = (self._read + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def send(self, message: dict[str, Any]) -> None:
+        self._unsent += json.dumps(message, separators=(",", ":")).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> bool:
+        """Send as much as the other end takes now. Returns whether that was everything."""
+        with contextlib.suppress(OSError):  # it would block, or the other end is gone
+            while self._unsent:
+                self._unsent = self._unsent[os.write(self.target, self._unsent) :]
+        return not self._unsent
+
+
+class Rank:
+    """A rank of this host."""
+
+    def __init__(self, job: dict[str, Any], number: int, local_rank: int) -> None:
+        ours, theirs = socket.socketpair()
+        variables = {
+            "HVDTRAIN_ELASTIC_RANK": number,
+            "HVDTRAIN_ELASTIC_SIZE": job["size"],
+            "HVDTRAIN_ELASTIC_LOCAL_RANK": local_rank,
+            "HVDTRAIN_ELASTIC_LOCAL_SIZE": len(job["ranks"]),
+            FD: theirs.fileno(),
+        }
+        self.number, self._socket = number, ours
+        self.process = subprocess.Popen(
+            job["command"],
+            env={**os.environ, **job["environment"], **{name: str(value) for name, value in variables.items()}},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            pass_fds=[theirs.fileno()],
+            process_group=0,
+        )
+        theirs.close()
+        self.line = Line(ours.fileno(), ours.fileno())
+        self.line.send({**job["hello"], "rank": number, "local_rank": local_rank, "local_size": len(job["ranks"])})
+        self.ended = False
+
+
+class Agent:
+    """Passes messages between the launcher and the ranks of this host until all of them have ended."""
+
+    def __init__(self, job: dict[str, Any], launcher: Line) -> None:
+        """Raises OSError if the command cannot be started."""
+        self._launcher = launcher
+        self._ranks = [Rank(job, number, local) for local, number in enumerate(job["ranks"])]
+        self._ready = selectors.DefaultSelector()
+        self._ready.register(launcher.source, selectors.EVENT_READ, None)
+        for rank in self._ranks:
+            assert rank.process.stdout is not None
+            self._ready.register(rank.line.source, selectors.EVENT_READ, rank.line)
+            self._ready.register(rank.process.stdout, selectors.EVENT_READ, rank)
+        self._heard_at = time.monotonic()
+
+    def run(self) -> None:
+        next_beat = 0.0
+        while not all(rank.ended for rank in self._ranks):
+            if time.monotonic() >= next_beat:
+                self._launcher.send({"beat": 1})
+                next_beat = time.monotonic() + BEAT_S
+            for line in (self._launcher, *(rank.line for rank in self._ranks)):
+                line.flush()
+            for key, _ in self._ready.select(BEAT_S / 10):
+                self._take(key.fileobj, key.data)
+            if time.monotonic() - self._heard_at > ALONE_S:
+                self._kill()
+            self._reap()
+        deadline = time.monotonic() + LAST_S
+        while time.monotonic() < deadline and any(isinstance(key.data, Rank) for key in self._ready.get_map().values()):
+            for key, _ in self._ready.select(BEAT_S / 10):  # the rest of what the ranks wrote
+                self._take(key.fileobj, key.data)
+        while time.monotonic() < deadline and not self._launcher.flush():
+            time.sleep(BEAT_S / 10)
+
+    def _take(self, source: Any, data: Line | Rank | None) -> None:
+        if isinstance(data, Rank):
+            text = os.read(source.fileno(), CHUNK)
+            if text:
+                self._launcher.send({"stdout": text.decode("utf-8", "surrogateescape")})
+            else:
+                self._ready.unregister(source)
+            return
+        line = self._launcher if data is None else data
+        messages = line.receive()
+        if messages is None:
+            self._ready.unregister(source)
+            if data is None:
+                self._kill()
+            return
+        for message in messages:
+            if data is None:
+                self._obey(message)
+            else:
+                number = next(rank.number for rank in self._ranks if rank.line is data)
+                self._launcher.send({"from": number, "message": message})
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        self._heard_at = time.monotonic()
+        if "message" in order:
+            for rank in self._ranks:
+                if rank.number in order["to"]:
+                    rank.line.send(order["message"])
+        elif "signal" in order:
+            for rank in self._ranks:
+                if not rank.ended:
+                    rank.process.send_signal(order["signal"])
+        elif "end" in order:
+            self._kill()
+
+    def _reap(self) -> None:
+        for rank in self._ranks:
+            if not rank.ended and (code := rank.process.poll()) is not None:
+                rank.ended = True
+                self._launcher.send({"ended": rank.number, "code": code})
+                if code < 0:
+                    self._kill()
+
+    def _kill(self) -> None:
+        for rank in self._ranks:
+            if not rank.ended:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(rank.process.pid, signal.SIGKILL)
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # the launcher sends what is meant for the ranks
+    first = os.fdopen(0, "rb", buffering=0, closefd=False).readline()
+    if not first.strip():
+        return
+    job, launcher = json.loads(first), Line(0, 1)
+    if Path(job["folder"]).is_dir():
+        os.chdir(job["folder"])
+    try:
+        agent = Agent(job, launcher)
+    except OSError as error:
+        print(f"hvdtrain: {job['command'][0]} on {socket.gethostname()}: {error.strerror}", file=sys.stderr, flush=True)
+        sys.exit(69)
+    agent.run()

@@ -1,0 +1,403 @@
+"""Start one supervised group of ranks per host, and let the job continue if a host is lost (`--elastic`).
+
+mpirun ends all ranks when one dies, and its --enable-recovery returns 0 for failed jobs too. So this launcher starts an
+agent on each host over ssh (`agent`), and decides alone who belongs to the job. Each list of members is a view with a
+number. A host is lost if a signal ends one of its ranks, if its connection ends, or if it is silent for SILENCE_S.
+Only the launcher makes views, so the two sides of a divided network can never both continue: a side without the
+launcher gets no new view. A new view needs at least half of the hosts of the last one, and --min-hosts.
+
+A lost host is started again as soon as it answers. When its ranks are ready, rank 0 of the job opens the next view
+between two steps, and gives them its state (`comm.elastic`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hvdtrain.launch.agent import BEAT_S, Line
+from hvdtrain.launch.members import RETURN_MAX_S, Host, Members, slowness
+from hvdtrain.system import exits, net, ssh
+from hvdtrain.system.commands import Command
+from hvdtrain.system.hosts import Slots
+
+SILENCE_S = 4.0
+"""Silence of a host after which the others continue without it"""
+AGAIN_S = SILENCE_S + 1
+"""Wait before the same members connect again, if a connection broke although no host is lost"""
+SLOW_REPORTS = 3
+"""Reports in a row after which a host counts as slow"""
+ATTEMPTS = 5
+"""Views in a row in which the members could not connect, after which the job ends"""
+START_S = 30.0
+"""Time for the connection to a host, and for its agent to start"""
+LAST_WORDS_S = 4.0
+"""Time for the other ranks to end after one of them failed"""
+KEY_BYTES = 32
+ROOT = str(Path(__file__).resolve().parents[2])
+PROGRAM = f"import sys; sys.path.insert(0, {ROOT!r}); from hvdtrain.launch.agent import main; main()"
+
+
+def agent_command(host: str, address: str) -> Command:
+    """The words that start the agent of a host, without ssh if the host is this machine."""
+    words = [sys.executable, "-I", "-S", "-c", PROGRAM]
+    return words if net.is_own(address) else ssh.command(host, words)
+
+
+class ElasticJob:
+    """A running elastic job."""
+
+    def __init__(
+        self,
+        places: Sequence[tuple[Slots, str]],
+        command: Command,
+        environment: Mapping[str, str],
+        *,
+        min_hosts: int,
+        slowest: float,
+        returns: bool,
+        grace_s: float,
+    ) -> None:
+        """`places`: each host with its slots and its address. `slowest`: see `_heed_pace`. `returns`: whether hosts may
+        come back."""
+        self._slowest, self._returns = slowest, returns
+        self._grace_s, self._members = grace_s, Members(len(places), min_hosts)
+        self._signals: list[signal.Signals] = []
+        self._deadline: float | None = None
+        self._woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        self._code: int | None = None
+        self._began: set[int] = set()
+        self._joined: set[int] = set()
+        self._finished = self._ending = False
+        self._give_up_at = float("inf")
+        self._gathers: dict[tuple[int, int], dict[int, str]] = {}
+        self._again_at: float | None = None
+        self._attempts = 0
+        size = sum(slots.slots for slots, _ in places)
+        self._job = {"command": command, "environment": dict(environment), "folder": str(Path.cwd()), "size": size}
+        self._hello = {
+            "job_key": secrets.token_hex(KEY_BYTES),
+            "addresses": {slots.host: address for slots, address in places},
+            "begun": {},
+        }
+        names = [slots.host for slots, _ in places for _ in range(slots.slots)]
+        view = {"number": 0, "ranks": list(range(size)), "hosts": names, "reason": ""}
+        self._hosts: list[Host] = []
+        first = 0
+        for slots, address in places:
+            ranks = list(range(first, first + slots.slots))
+            first += slots.slots
+            process, line = self._agent(slots.host, address, ranks, view)
+            heard_at = time.monotonic() + START_S
+            self._hosts.append(Host(slots.host, address, ranks, process, line, heard_at, running={*ranks}))
+
+    def _agent(
+        self, name: str, address: str, ranks: list[int], view: dict[str, Any]
+    ) -> tuple[subprocess.Popen[bytes], Line]:
+        """Start the agent of a host, and its ranks, whose first view is `view`."""
+        process = subprocess.Popen(
+            agent_command(name, address), stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0, bufsize=0
+        )
+        assert process.stdin is not None and process.stdout is not None
+        line = Line(process.stdout.fileno(), process.stdin.fileno())
+        line.send({**self._job, "ranks": ranks, "hello": {**self._hello, "view": view}})
+        return process, line
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        again = number != signal.SIGUSR1 and any(before != signal.SIGUSR1 for before in self._signals)
+        self._signals.append(signal.Signals(number))
+        if number != signal.SIGUSR1 and self._deadline is None:
+            self._deadline = time.monotonic() + self._grace_s
+        if again:
+            self._deadline = 0.0
+
+    def wait(self) -> int:
+        """Wait until the job has ended. Returns its exit code."""
+        next_beat, asked_at, before = 0.0, 0.0, time.monotonic()
+        while not all(self._hosts[index].gone for index in self._members.present):
+            now = time.monotonic()
+            if now - before > SILENCE_S / 2:  # this process could not run, so it does not know who was silent
+                for host in self._hosts:
+                    host.heard_at = max(host.heard_at, now)
+            before = now
+            if self._signals and now - asked_at > 5.0:
+                if not asked_at:
+                    _say("stopping: the ranks save a checkpoint (a second SIGTERM or Ctrl-C ends them immediately)")
+                self._send_all({"signal": signal.SIGUSR1})
+                asked_at = now
+            if self._deadline is not None and now > self._deadline:
+                self._end(None)
+            if now > self._give_up_at:
+                break
+            if now >= next_beat:
+                self._send_all({"beat": 1})
+                next_beat = now + BEAT_S
+            self._receive(BEAT_S / 4)
+            self._check(time.monotonic())
+            self._bring_back(time.monotonic())
+        self._dismiss()
+        if self._code is not None:
+            return self._code
+        if self._finished:
+            return exits.OK
+        return 128 + self._signals[0] if self._signals else exits.FAILED
+
+    # --- what arrives ----------------------------------------------------------------------------------------------
+
+    def _receive(self, patience_s: float) -> None:
+        sources = {host.line.source: index for index, host in enumerate(self._hosts) if not host.lost}
+        ready = select.select([self._woken, *sources], [], [], patience_s)[0]
+        for source in ready:
+            if source == self._woken:
+                os.read(self._woken, 4096)
+                continue
+            index = sources[source]
+            host = self._hosts[index]
+            messages = host.line.receive()
+            if messages is None:
+                self._closed(index)
+                continue
+            for message in messages:
+                host.heard_at = time.monotonic()  # its agent has started, so START_S does not count any more
+                self._take(index, message)
+
+    def _closed(self, index: int) -> None:
+        host = self._hosts[index]
+        if host.running and not host.lost:
+            self._lose(index, f"the connection to host {host.name} ended")
+        host.lost = True
+
+    def _take(self, index: int, message: dict[str, Any]) -> None:
+        host = self._hosts[index]
+        if "stdout" in message:
+            with contextlib.suppress(OSError):
+                os.write(1, message["stdout"].encode("utf-8", "surrogateescape"))
+        elif "ended" in message and not host.lost:
+            self._rank_ended(index, message["ended"], message["code"])
+        elif "from" in message and not host.lost:
+            self._heard(message["from"], message["message"])
+
+    def _heard(self, rank: int, message: dict[str, Any]) -> None:
+        if "gather" in message:
+            key = message["of"], message["gather"]
+            hosts = [-1 - key[0]] if key[0] < 0 else self._members.present
+            if key[0] not in (self._members.number, -1 - hosts[0]):
+                return
+            self._gathers.setdefault(key, {})[rank] = message["data"]
+            ranks = [each for index in hosts for each in self._hosts[index].ranks]
+            if self._gathers[key].keys() == {*ranks}:
+                parts = self._gathers.pop(key)
+                self._tell({"of": key[0], "gathered": key[1], "data": [parts[each] for each in ranks]}, hosts)
+        elif "began" in message:
+            self._began.add(rank)
+            self._hello["begun"] = message["began"]
+        elif "ready" in message:
+            next(host for host in self._hosts if rank in host.ranks).ready.add(rank)
+            self._announce()
+        elif "pace" in message:
+            self._heed_pace(next(index for index, host in enumerate(self._hosts) if rank in host.ranks), rank, message)
+        elif "admit" in message and message["admit"] == self._members.number:
+            self._admit()
+        elif "joined" in message and message["joined"] == self._members.number:
+            self._joined.add(rank)
+            if self._joined == {*self._ranks()}:
+                self._members.establish(self._members.number)
+                self._again_at, self._attempts = None, 0
+        elif "broken" in message and self._finished:
+            self._end(None)  # the run is complete, and this rank waits for one that has ended
+        elif "broken" in message and message["broken"] == self._members.number and self._again_at is None:
+            self._again_at = time.monotonic() + AGAIN_S
+
+    def _rank_ended(self, index: int, rank: int, code: int) -> None:
+        host = self._hosts[index]
+        host.running.discard(rank)
+        if code and index not in self._members.present:
+            self._lose(index, f"rank {rank} on {host.name} ended with exit code {code}")
+            if code in (exits.BAD_CONFIG, exits.BAD_DATA):  # it would end again
+                host.return_at = float("inf")
+        elif code == 0:
+            self._finished = True  # rank 0 writes COMPLETE before any rank ends
+        elif code < 0 and not self._ending:
+            name = signal.Signals(-code).name if -code in {*signal.Signals} else str(-code)
+            reason = f"rank {rank} on {host.name} was ended by {name}"
+            if self._finished:
+                _say(f"{reason}, after another rank had finished")
+            self._lose(index, reason)
+        elif self._code is None and code > 0:
+            self._code = code
+            last = time.monotonic() + LAST_WORDS_S
+            self._deadline = last if self._deadline is None else min(self._deadline, last)
+
+    # --- members ---------------------------------------------------------------------------------------------------
+
+    def _ranks(self) -> list[int]:
+        return [rank for index in self._members.present for rank in self._hosts[index].ranks]
+
+    def _check(self, now: float) -> None:
+        """Look for silent hosts, and for members that could not connect."""
+        for index, host in enumerate(self._hosts):
+            if not host.gone and now - host.heard_at > SILENCE_S:
+                self._lose(index, f"host {host.name} is silent for {SILENCE_S:g} s (host or link down)")
+        if self._again_at is not None and now > self._again_at and not self._ending:
+            for index in [*self._members.returned]:
+                self._lose(index, f"host {self._hosts[index].name} came back, but the others could not connect to it")
+                return
+            self._attempts += 1
+            if self._attempts > ATTEMPTS:
+                self._end(f"its ranks could not connect {ATTEMPTS} times, although all hosts answer")
+            self._members.number += 1
+            self._show_view("a connection broke")
+
+    def _lose(self, index: int, reason: str) -> None:
+        host = self._hosts[index]
+        host.line.send({"end": True})
+        host.lost = True
+        host.return_at, host.wait_s = time.monotonic() + host.wait_s, min(2 * host.wait_s, RETURN_MAX_S)
+        if self._ending or self._finished:
+            return
+        if index not in self._members.present:
+            _say(f"{reason}, before it took part again")
+            self._announce()
+            return
+        if self._began != {rank for each in self._hosts for rank in each.ranks} and self._members.number == 0:
+            self._end(f"{reason} before step 0")
+            return
+        if problem := self._members.lose(index):
+            self._end(f"{reason}; {problem}")
+            return
+        names = ", ".join(self._hosts[each].name for each in self._members.present)
+        _say(f"{reason}; continuing with {names} (view {self._members.number})")
+        self._show_view(reason)
+
+    def _bring_back(self, now: float) -> None:
+        """Start lost hosts that answer again."""
+        for index, host in enumerate(self._hosts):
+            if not self._returns or self._ending or self._finished or self._signals:
+                return
+            if not host.lost or now < host.return_at:
+                continue
+            if host.probe is None:
+                words = ["true"] if net.is_own(host.address) else ssh.command(host.name, ["true"])
+                quiet = subprocess.DEVNULL
+                host.probe = subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet, process_group=0)
+            elif (code := host.probe.poll()) is not None:
+                host.probe, host.return_at = None, now + host.wait_s
+                if code == 0:
+                    self._restart(index)
+
+    def _restart(self, index: int) -> None:
+        """Start the agent and the ranks of a lost host. At first they are alone in a view with a negative number."""
+        host, number = self._hosts[index], -1 - index
+        assert host.process.stdin is not None and host.process.stdout is not None
+        host.process.kill()
+        host.process.wait()
+        host.process.stdin.close()
+        host.process.stdout.close()
+        for key in [key for key in self._gathers if key[0] == number]:
+            del self._gathers[key]
+        view = {"number": number, "ranks": host.ranks, "hosts": [host.name] * len(host.ranks), "reason": ""}
+        host.process, host.line = self._agent(host.name, host.address, host.ranks, view)
+        host.heard_at, host.lost, host.running, host.ready = time.monotonic() + START_S, False, {*host.ranks}, set()
+        host.pace_s, host.slow = {}, 0
+
+    def _heed_pace(self, index: int, rank: int, message: dict[str, Any]) -> None:
+        """Put out a host that computes `slowest` times as long as the others do, in SLOW_REPORTS reports in a row."""
+        host = self._hosts[index]
+        host.pace_s[rank] = message["pace"]
+        factor = slowness(host, [self._hosts[each] for each in self._members.present if each != index])
+        host.slow = host.slow + 1 if factor > self._slowest else 0
+        remaining = len(self._members.present) - 1
+        if host.slow >= SLOW_REPORTS * len(host.ranks) and self._members.refusal(remaining) is None:
+            self._lose(index, f"host {host.name} takes {factor:.1f} times as long as the others (--slowest)")
+            host.return_at = float("inf")
+
+    def _newcomers(self) -> list[int]:
+        """Hosts whose ranks are all ready to take part again."""
+        absent = [index for index in range(len(self._hosts)) if index not in self._members.present]
+        return [index for index in absent if not self._hosts[index].gone and self._hosts[index].all_ready]
+
+    def _announce(self) -> None:
+        """Send the members the number of hosts that are ready to take part again. Rank 0 answers between two steps."""
+        self._tell({"newcomers": len(self._newcomers())})
+
+    def _admit(self) -> None:
+        """Rank 0 waits for the next view."""
+        hosts = self._newcomers()
+        self._members.take_back(hosts)
+        names = " and ".join(self._hosts[index].name for index in hosts)
+        reason = f"{names} came back" if hosts else "a host came back, and was lost again"
+        _say(f"{reason} (view {self._members.number})")
+        self._show_view(reason)
+
+    def _show_view(self, reason: str) -> None:
+        """Send the present members to each of them."""
+        self._joined, self._again_at = set(), None
+        self._gathers = {key: parts for key, parts in self._gathers.items() if key[0] < 0}
+        ranks = self._ranks()
+        names = [self._hosts[index].name for index in self._members.present for _ in self._hosts[index].ranks]
+        view = {"number": self._members.number, "ranks": ranks, "hosts": names, "reason": reason}
+        self._tell({"view": view})
+        self._announce()
+
+    # --- messages and the end --------------------------------------------------------------------------------------
+
+    def _tell(self, message: dict[str, Any], hosts: Sequence[int] | None = None) -> None:
+        """Send a message to all ranks of some hosts; None for those of the members."""
+        for index in self._members.present if hosts is None else hosts:
+            host = self._hosts[index]
+            host.line.send({"to": host.ranks, "message": message})
+
+    def _send_all(self, order: dict[str, Any]) -> None:
+        for host in self._hosts:
+            if not host.lost:
+                host.line.send(order)
+
+    def _end(self, reason: str | None) -> None:
+        """Kill all ranks. `reason`: printed, unless a rank or the user knows it."""
+        if self._ending:
+            return
+        self._ending, self._give_up_at = True, time.monotonic() + LAST_WORDS_S
+        if reason:
+            _say(f"{reason}; ending the job; hint: continue from the last checkpoint with --resume")
+        self._send_all({"end": True})
+
+    def _dismiss(self) -> None:
+        """End the agents: those of lost hosts may not answer."""
+        for host in self._hosts:
+            assert host.process.stdin is not None
+            host.process.stdin.close()
+        until = time.monotonic() + LAST_WORDS_S
+        for host in self._hosts:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                host.process.wait(max(0.0, 0.0 if host.lost else until - time.monotonic()))
+        for host in self._hosts:
+            for process in (host.process, host.probe):
+                if process is not None and process.poll() is None:
+                    process.terminate()
+                    process.wait()
+
+
+def show(places: Sequence[tuple[Slots, str]], command: Command) -> str:
+    """The commands of a dry run. The agents get the ranks' command on standard input."""
+    lines = [shlex.join(agent_command(slots.host, address)) for slots, address in places]
+    return "\n".join([*lines, f"# each starts its ranks of: {shlex.join(command)}"])
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(sys.stderr.fileno(), f"hvdtrain: {text}\n".encode())

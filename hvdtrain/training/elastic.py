@@ -1,0 +1,291 @@
+"""How a run continues when its members change.
+
+It divides the work again. If rank 0 is lost, its files move to the new rank 0. A rank of a host that has come back gets
+the state of rank 0, between two steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import numpy as np
+from safetensors.numpy import load
+
+from hvdtrain import records
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.elastic import Aborted, ElasticCommunicator
+from hvdtrain.comm.errors import PeerLost
+from hvdtrain.config import batch_plan
+from hvdtrain.config.batch_plan import BatchPlan
+from hvdtrain.config.options import TrainConfig
+from hvdtrain.data.loader import Loader
+from hvdtrain.frameworks import Replica
+from hvdtrain.records.arrays_file import pieces
+from hvdtrain.records.identity import differing
+from hvdtrain.strategies import Exchange, Strategy
+from hvdtrain.system import exits, files, locks
+from hvdtrain.system.exits import Failure
+from hvdtrain.training import manifest, resume
+from hvdtrain.training.train_state import Position
+
+if TYPE_CHECKING:
+    from hvdtrain.training.job import Job
+
+T = TypeVar("T")
+LOST = (PeerLost, Aborted)
+"""What collective work raises if a host was lost"""
+
+
+@dataclasses.dataclass
+class Welcome:
+    """The message from rank 0 to a rank whose host has come back."""
+
+    position: dict[str, Any]
+    due: list[bool]
+    """Whether all ranks are about to compare their replicas, save a checkpoint and stop: see `Loop`"""
+    lock: str
+    """The job that holds the lock of the run folder: see `locks.job`"""
+    manifest: dict[str, Any]
+    metrics: str
+    """Rank 0's records so far"""
+
+    def as_bytes(self, arrays: dict[str, np.ndarray]) -> bytes:
+        document = zlib.compress(json.dumps(dataclasses.asdict(self)).encode())
+        return len(document).to_bytes(8, "little") + document + b"".join(pieces(arrays))
+
+    @classmethod
+    def read(cls, message: bytes) -> tuple[Welcome, dict[str, np.ndarray]]:
+        end = 8 + int.from_bytes(message[:8], "little")
+        return cls(**json.loads(zlib.decompress(message[8:end]))), load(message[end:])
+
+
+def check(launcher: str, exchange: Exchange, config: TrainConfig) -> None:
+    """Raise Failure (78) if the launcher expects the job to continue without lost hosts, and it cannot."""
+    if launcher != "elastic":
+        return
+    capabilities, what, hint = exchange.capabilities, "", "use --strategy hierarchical, powersgd or local-sgd"
+    if not capabilities.elastic:
+        what = f"--strategy {exchange}"
+    elif config.stages > 1:
+        what, hint = f"--stages {config.stages}", "use --stages 1"
+    elif config.ema and capabilities.local_updates:
+        what, hint = f"--ema and --strategy {exchange}", "leave --ema out, or use --strategy powersgd"
+    if what:
+        message = f"--elastic: a job with {what} cannot continue without a lost host"
+        raise Failure(f"{message}; hint: {hint}", exits.BAD_CONFIG)
+
+
+def begun(job: Job, folder: Path) -> dict[str, Any]:
+    """Return what a host needs that comes back during the run: see `joined`."""
+    return {"folder": str(folder), "identity": job.run.identity(), "shares": job.run.plan.shares}
+
+
+def joined(job: Job) -> tuple[Job, Path]:
+    """Return the job of a rank whose host has come back, and the run folder.
+
+    Raises Failure (78) if the others have other settings.
+    """
+    run, world = job.run, job.ranks
+    if differences := differing(world.begun["identity"], json.loads(json.dumps(run.identity()))):
+        raise Failure(
+            f"{world.host} came back with other settings: {'; '.join(differences)}; hint: use the same version of "
+            "hvdtrain and the same data on all hosts",
+            exits.BAD_CONFIG,
+        )
+    shares = world.begun["shares"]
+    plan = dataclasses.replace(run.plan, shares=tuple(shares) if shares else None)
+    return dataclasses.replace(job, run=dataclasses.replace(run, plan=plan)), Path(world.begun["folder"])
+
+
+def divided(job: Job, world: Communicator) -> tuple[Loader, BatchPlan]:
+    """Return the loader and the plan of a job for its present members.
+
+    A global batch that was given stays, and each rank takes more of it. Otherwise each rank keeps its batch, so the
+    global batch shrinks, and --lr-scaling applies.
+    """
+    config, shares = job.run.config, job.run.plan.shares
+    if shares is not None and isinstance(world, ElasticCommunicator):
+        shares = tuple(shares[rank] for rank in world.view.ranks)
+    batch = resume.global_batch(config, world.size)
+    loader = job.loader.among(world.rank, world.size, batch, shares)
+    plan = batch_plan.batch_plan(config, world.size, batch, loader.steps_per_epoch, shares)
+    return loader, plan
+
+
+def keep_count(folder: Path, world: Communicator) -> None:
+    """Write into the manifest on each host how many ranks save checkpoints from now on. Collective."""
+    for first in (True, False):  # rank 0 first, then hosts that do not share its folder
+        if world.local_rank == 0 and first == (world.rank == 0):
+            path = folder / manifest.NAME
+            kept = records.read_document(path, records.Manifest)
+            if kept.plan.get("ranks") != world.size:
+                plan = kept.plan | {"ranks": world.size}
+                records.write_document(path, records.as_json(msgspec.structs.replace(kept, plan=plan)))
+        world.gather(None)
+
+
+def records_number(world: Communicator, ranks: int) -> int:
+    """Return the number of this rank's file of records. `ranks`: their number at the start of the run.
+
+    If the former rank 0 comes back, its file belongs to the present rank 0.
+    """
+    return world.number if world.number or not world.joining else ranks
+
+
+def copy_records(folder: Path, number: int, welcome: Welcome) -> None:
+    """Give a rank that has come back the manifest, and the records of rank 0, because its old records have a gap."""
+    locks.join(welcome.lock)
+    if not (folder / manifest.NAME).exists():
+        records.write_document(folder / manifest.NAME, welcome.manifest)
+    path = folder / "metrics" / f"rank{number:04d}.jsonl"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(welcome.metrics)
+    except OSError as error:
+        raise files.unwritable(path, error, "choose another --run-dir") from error
+
+
+def take_over(folder: Path, rank: int) -> None:
+    """Make a copy of the records of this process, which started as rank `rank`, the records of rank 0, which is lost.
+
+    The records of the lost rank 0 are kept under another name. Raises Failure (73, 74).
+    """
+    if not locks.holds():  # rank 0 held the lock of a folder that all hosts share
+        locks.take_over(folder, records.utc_now())
+    first = folder / "metrics" / "rank0000.jsonl"
+    own = first.with_name(f"rank{rank:04d}.jsonl")
+    copy = first.with_name(f".rank0000-{os.getpid()}")
+    try:
+        shutil.copyfile(own, copy)
+        if first.exists():
+            first.rename(first.with_name(f"lost-{time.time_ns()}.jsonl"))
+        copy.rename(first)
+    except OSError as error:
+        raise files.unwritable(first, error, "choose another --run-dir") from error
+
+
+class Transactions:
+    """Repeats the collective work of a loop until it counts on all members. Without --elastic it only does the work."""
+
+    def __init__(
+        self,
+        world: Communicator,
+        replica: Replica,
+        strategy: Strategy,
+        adopt: Callable[[float], None],
+        learn: Callable[[np.ndarray], None],
+        hand_over: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`adopt(lost_s)` divides the work among the new members. Collective; it is repeated after PeerLost.
+
+        `learn` takes the totals of exchanges in the background that count. `hand_over` gives new ranks the state of the
+        run. Collective; repeated likewise.
+        """
+        self._world, self._replica, self._strategy = world, replica, strategy
+        self._adopt, self._learn, self._hand_over = adopt, learn, hand_over
+        self._noticed_s: float | None = None
+        self._began_s = 0.0
+        """Start of the current step"""
+
+    def until_done(self, work: Callable[[], T]) -> T:
+        """Do collective work that changes nothing but running statistics, however many hosts are lost during it."""
+        while True:
+            done, result = self.attempt(work)
+            if done:
+                return result  # type: ignore[return-value]
+
+    def attempt(self, work: Callable[[], T]) -> tuple[bool, T | None]:
+        """Do collective work, or return False if a host was lost. Then running statistics are as before."""
+        if not self._world.elastic:
+            return True, work()
+        before, done, result = self.statistics(), False, None
+        try:
+            result = work()
+            self._world.commit()
+            done = True
+        except LOST:
+            self._interrupt()
+            self._replica.load_local(before)
+        self.regroup()
+        return done, result
+
+    def statistics(self) -> dict[str, np.ndarray]:
+        """Return a copy of the running statistics before a step, which changes them before its exchange.
+
+        Empty if not elastic.
+        """
+        self._began_s = time.perf_counter()
+        if not self._world.elastic:
+            return {}
+        return {name: array.copy() for name, array in self._replica.local_state().items()}
+
+    def _interrupt(self) -> None:
+        """Use the present connections no more, unless they are new: `commit` may have recovered before it failed."""
+        if not self._world.suspended:
+            self._world.lost()
+
+    def abandon(self, statistics: dict[str, np.ndarray]) -> None:
+        """Undo an interrupted step. `statistics`: those before it."""
+        self._noticed_s = self._noticed_s or self._began_s
+        self._interrupt()
+        self._strategy.abandon()
+        self._replica.load_local(statistics)
+        self.regroup()
+
+    def regroup(self) -> bool:
+        """After a loss, continue with the new members. Returns False if other ranks have done more steps."""
+        while self._world.suspended:
+            self._noticed_s = self._noticed_s or time.perf_counter()
+            try:
+                if self._world.broken:
+                    self._world.lost()
+                    self._strategy.wait_idle()
+                    counts = self._world.recover()
+                    settled = self._strategy.settle(self._replica, counts)
+                    if settled.totals is not None:
+                        self._learn(settled.totals)
+                if self._world.step < self._world.target and not self._world.joining:
+                    return False
+                self._hand_over()
+                self._strategy.regroup()
+                assert self._noticed_s is not None
+                self._adopt(time.perf_counter() - self._noticed_s)
+            except PeerLost:
+                self._world.lost()
+                continue
+            self._noticed_s = None
+            self._world.resume()
+        return True
+
+
+def view_record(world: ElasticCommunicator, at: Position, plan: BatchPlan, lost_s: float) -> records.View:
+    return records.View(
+        view=world.view.number,
+        step=at.step,
+        epoch=at.epoch,
+        sample=at.consumed,
+        members=list(world.view.hosts),
+        ranks=world.size,
+        hosts=len(set(world.view.hosts)),
+        global_batch=plan.global_batch,
+        reason=world.view.reason,
+        unix_s=time.time(),
+        lost_s=lost_s,
+    )
+
+
+def described(view: records.View, plan: BatchPlan) -> str:
+    """Describe a view and its batch for people."""
+    return (
+        f"view {view.view}         {view.hosts} hosts, {view.ranks} ranks from step {view.step} on, "
+        f"{view.lost_s:.1f} s after the change; {plan.global_batch} samples per step, learning rate {plan.base_lr:g}"
+    )

@@ -1,0 +1,166 @@
+"""A rank of an elastic job that trains on random gradients, and kills itself at given points of an exchange.
+
+    launch/mpirun.sh --elastic -H 127.0.0.1:1,127.0.0.2:1,... python elastic_ranks.py FOLDER STRATEGY KILLS
+
+KILLS is a JSON list of [rank, step, n]: from that step on, the rank dies in its n-th message, half of which it sends.
+Each survivor writes FOLDER/RANK.json. Used by test_elastic.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain import strategies
+from hvdtrain.comm import lifecycle, world
+from hvdtrain.comm.backends import tcp
+from hvdtrain.comm.errors import PeerLost
+from hvdtrain.config.options import TrainConfig
+from hvdtrain.observe.timing import Clock
+from hvdtrain.training.elastic import LOST, Transactions
+
+SHAPES = ((60, 50), (50,), (80, 70), (70, 90), (30,))
+SIZE = sum(int(np.prod(shape)) for shape in SHAPES)
+STEPS, LR, SAMPLES = 12, 0.05, 8
+
+
+class Replica:
+    """Weights with momentum, and one running statistic. See `strategies.Vectors`."""
+
+    def __init__(self) -> None:
+        self._weights, self.momentum = np.zeros(SIZE, np.float32), np.zeros(SIZE, np.float32)
+        self.memory, self.statistic = np.zeros(SIZE + 3, np.float32), np.zeros(4, np.float32)
+
+    def backward(self, step: int, rank: int, ranks: int, local: bool) -> None:
+        samples = SAMPLES + rank
+        self._share = samples, sum(SAMPLES + each for each in range(ranks))
+        random = np.random.default_rng([step, rank])
+        self.memory[:SIZE] = random.normal(size=SIZE) * samples / (samples if local else self._share[1])
+        self.memory[SIZE:] = samples, samples, 0
+        self.statistic += random.normal()
+
+    def vector(self) -> np.ndarray:
+        return self.memory
+
+    def tail(self) -> np.ndarray:
+        return self.memory[SIZE:].astype(np.float64)
+
+    def share(self) -> tuple[int, int]:
+        return self._share
+
+    def apply(self, lr: float) -> None:
+        self.momentum *= np.float32(0.9)
+        self.momentum += self.memory[:SIZE]
+        self._weights -= np.float32(lr) * self.momentum
+
+    def weights(self) -> np.ndarray:
+        return self._weights
+
+    def set_weights(self, weights: np.ndarray) -> None:
+        self._weights[:] = weights
+
+    def local_state(self) -> dict[str, np.ndarray]:
+        return {"statistic": self.statistic}
+
+    def load_local(self, state: dict[str, np.ndarray]) -> None:
+        self.statistic[:] = state["statistic"]
+
+
+def die_in_message(ranks: Any, step: int, number: int) -> None:
+    """From `step` on, send half of the `number`-th message and die."""
+    swap, count = tcp.swap, 0
+
+    def deadly(target: Any, data: Any, source: Any, *more: Any) -> Any:
+        nonlocal count
+        count += ranks.step >= step
+        if count < number:
+            return swap(target, data, source, *more)
+        if target is not None and data is not None:
+            message = data.nbytes.to_bytes(8, "little") + data.tobytes()
+            target.socket.setblocking(True)
+            target.socket.sendall(message[: len(message) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    tcp.swap = deadly
+
+
+def main(stop: lifecycle.StopSignal) -> int:
+    folder, text, kills = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    ranks: Any = world.find_ranks("torch", horovod=False, elastic=True).connect("torch", backend="tcp")
+    own, replica, clock = ranks.rank, Replica(), Clock()
+    strategy: Any = strategies.parse(text).make(TrainConfig(strategy=text), ranks, SHAPES)
+    buckets, local = strategy.buckets(), strategy.capabilities.local_updates
+    for rank, step, number in kills:
+        if rank == own:
+            die_in_message(ranks, step, number)
+    views: list[Any] = []
+    unchanged: list[bool] = []
+    totals = np.zeros(2)
+    transactions = Transactions(
+        ranks, replica, strategy, lambda lost_s: views.append(list(ranks.view.ranks)), totals.__iadd__
+    )
+
+    def state() -> list[bytes]:
+        arrays = [replica.weights(), replica.momentum, replica.statistic, *strategy.state().values()]
+        return [np.asarray(array).tobytes() for array in arrays]
+
+    settle = strategy.settle
+
+    def settled(replica: Any, counts: bool) -> Any:
+        weights = replica.weights().copy()
+        done = settle(replica, counts)
+        if done.totals is None:  # nothing was exchanged, so this rank keeps its own weights
+            unchanged.append(weights.tobytes() == replica.weights().tobytes())
+        return done
+
+    strategy.settle = settled
+    ranks.begin({})
+    step = 0
+    while step < STEPS:
+        ranks.step = step
+        before = state() if strategy.in_sync else []
+        statistics = transactions.statistics()
+        try:
+            if ranks.suspended and not local:
+                raise PeerLost("a host was lost")
+            replica.backward(step, ranks.rank, ranks.size, local)
+            for number in range(len(buckets)):
+                strategy.on_bucket_ready(number, replica.memory)
+            done = strategy.step(replica, LR, clock)
+        except LOST:
+            if not ranks.suspended:  # see Transactions._interrupt
+                ranks.lost()
+            strategy.abandon()
+            replica.load_local(statistics)
+            unchanged.append(before == state())
+            transactions.regroup()
+            continue
+        totals += 0 if done.totals is None else done.totals
+        step, ranks.step = step + 1, step + 1
+        transactions.regroup()
+    while not strategy.in_sync:
+        done = strategy.synchronize(replica, clock)
+        totals += 0 if done.totals is None else done.totals
+        transactions.regroup()
+    digests = transactions.until_done(lambda: ranks.gather(hashlib.sha256(replica.weights().tobytes()).hexdigest()))
+    report = {
+        "digests": digests,
+        "unchanged": unchanged,
+        "views": views,
+        "totals": totals.tolist(),
+        "view": ranks.view.number,
+    }
+    (folder / f"{own}.json").write_text(json.dumps(report))
+    transactions.until_done(lambda: None)
+    return 0
+
+
+lifecycle.run(main, debug=True)

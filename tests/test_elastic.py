@@ -1,0 +1,321 @@
+"""Jobs that continue when a host is lost: the transaction of a step, the rule for views, and real hosts that die."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import LIMIT_S, PROGRAMS, ROOT, SMALL, Cluster, document, environment, finished, refused, until
+from runs import read_run, results
+
+from hvdtrain.launch.members import Members
+from hvdtrain.results.live import LiveRun
+from hvdtrain.system.exits import Failure
+
+FOUR = "a:1,b:1,c:1,d:1"
+
+
+def on_one_machine(
+    hosts: int, *words: str, launcher: Sequence[str] = ("--no-return",)
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command on this machine, which plays several hosts."""
+    names = ",".join(f"127.0.0.{1 + host}:1" for host in range(hosts))
+    return finished(["launch/mpirun.sh", "--elastic", "--quiet", *launcher, "-H", names, sys.executable, *words])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kills"),
+    [
+        ("hierarchical", [[1, 2, 1], [0, 4, 13], [4, 7, 19]]),
+        ("powersgd:rank=2,bits=4", [[0, 2, 20], [3, 5, 40], [1, 7, 9]]),
+        ("topk:density=0.05", [[2, 2, 11], [0, 5, 17]]),
+        ("local-sgd:every=2+int8", [[1, 2, 5], [0, 5, 18], [3, 8, 25]]),
+        ("local-sgd:every=2,staleness=3,start=2+powersgd:bits=4", [[4, 1, 4], [0, 4, 21], [1, 8, 12]]),
+    ],
+)
+def test_survivors_lose_nothing_wherever_a_rank_dies(strategy: str, kills: list[list[int]], tmp_path: Path) -> None:
+    done = on_one_machine(5, str(PROGRAMS / "elastic_ranks.py"), str(tmp_path), strategy, json.dumps(kills))
+    assert done.returncode == 0, done.stderr
+    killed = {rank for rank, *_ in kills}
+    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(5) if rank not in killed]
+    assert len(list(tmp_path.iterdir())) == len(reports) == 5 - len(killed)
+    for report in reports:
+        assert all(report["unchanged"]), "an interrupted exchange changed weights, momentum, statistics or a residual"
+        assert report["digests"] == [reports[0]["digests"][0]] * len(reports), "the replicas differ"
+        assert report["totals"] == reports[0]["totals"]
+        assert report["view"] == len(kills), "the survivors had to connect again"
+        assert report["views"][-1] == [rank for rank in range(5) if rank not in killed]
+    assert any(report["unchanged"] for report in reports)
+
+
+def test_a_rank_in_the_next_epoch_and_one_in_the_evaluation_continue_together(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    flags = [*SMALL, "--strategy", "powersgd", "--epochs", "3", "--check-replicas", "1", "--run-dir", str(folder)]
+    done = on_one_machine(4, str(PROGRAMS / "elastic_barrier.py"), "2", *flags)
+    assert done.returncode == 0, done.stderr
+    manifest, found = json.loads((folder / "manifest.json").read_text()), read_run(folder)
+    check_samples(found, manifest["data"]["train"])
+    assert [step.step for step in found["step"]] == list(range(found["summary"][0].steps))
+    assert [view.ranks for view in found["view"]] == [3]
+    assert len(found["epoch"]) == 3
+
+
+def test_a_view_needs_half_of_the_last_one_in_which_all_were_connected() -> None:
+    members = Members(4, 1)
+    assert members.lose(3) is None
+    assert members.lose(2) is None, "a tie: two of four"
+    assert "1 of 4 hosts are left" in str(members.lose(0))
+    members = Members(4, 1)
+    for number, host in enumerate((3, 2, 1), start=1):
+        assert members.lose(host) is None
+        members.establish(number)
+    assert members.present == [0]
+    assert "--min-hosts" in str(Members(4, 4).lose(1))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--strategy", "allreduce"], "--elastic: a job with --strategy allreduce cannot continue"),
+        (["--strategy", "native"], "hint: use --strategy hierarchical"),
+        (["--strategy", "hierarchical", "--stages", "2"], "hint: use --stages 1"),
+        (["--strategy", "local-sgd", "--ema", "0.9"], "hint: leave --ema out"),
+    ],
+)
+def test_what_cannot_continue_is_refused(flags: list[str], said: str) -> None:
+    variables = {"RANK": 0, "LOCAL_RANK": 0, "SIZE": 4, "LOCAL_SIZE": 1}
+    extra = {f"HVDTRAIN_ELASTIC_{name}": str(value) for name, value in variables.items()}
+    refused("resnet", *SMALL, *flags, code=78, said=said, extra=extra)
+
+
+def test_other_options_of_the_launcher_are_refused(tmp_path: Path) -> None:
+    for launcher in (["--logs", str(tmp_path)], ["--survive"], ["--min-hosts", "0"], ["--slowest", "1"]):
+        done = on_one_machine(2, "-c", "", launcher=launcher)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+
+
+# --- virtual hosts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Cluster]:
+    made = Cluster(f"t{secrets.token_hex(3)}")
+    done = made.run("up", "--hosts", "a,b,c,d")
+    assert done.returncode == 0, done.stderr
+    try:
+        yield made
+    finally:
+        assert made.run("down").returncode == 0
+
+
+class Run:
+    """An elastic training on virtual hosts, in the background."""
+
+    def __init__(self, cluster: Cluster, folder: Path, *flags: str, launcher: Sequence[str] = ("--no-return",)) -> None:
+        self.cluster, self.folder = cluster, folder
+        many = [
+            "launch/mpirun.sh",
+            "--elastic",
+            "--quiet",
+            *launcher,
+            "-H",
+            FOUR,
+            sys.executable,
+            "-m",
+            "hvdtrain.resnet",
+        ]
+        with folder.with_suffix(".txt").open("w") as output:
+            self.process = subprocess.Popen(
+                cluster.command("exec", "a", "--", *many, *SMALL[:4], "--run-dir", str(folder), *flags),
+                cwd=ROOT,
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+
+    def wait_for_step(self, step: int, rank: int = 0) -> None:
+        path = self.folder / "metrics" / f"rank{rank:04d}.jsonl"
+        wanted = f'"type":"step","step":{step},'
+        until(lambda: self.process.poll() is not None or (path.exists() and wanted in path.read_text()), what=self.text)
+        assert self.process.poll() is None, self.text()
+
+    def ranks(self, host: str) -> list[int]:
+        """The processes of the ranks on a host."""
+        name = f"hvd-{self.cluster.name}-{host}"
+        words = ["ip", "netns", "pids", name]
+        pids = subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()
+        return [int(pid) for pid in pids if self._is_rank(Path("/proc", pid))]
+
+    def _is_rank(self, path: Path) -> bool:
+        try:
+            words = (path / "cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            return False
+        return words[1:3] == ["-m", "hvdtrain.resnet"] and str(self.folder) in words
+
+    def kill(self, host: str) -> None:
+        pids = self.ranks(host)
+        assert pids
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    def end(self) -> str:
+        try:
+            assert self.process.wait(LIMIT_S) == 0, self.text()
+        finally:
+            self.process.kill()
+        return self.text()
+
+    def text(self) -> str:
+        return self.folder.with_suffix(".txt").read_text()
+
+
+def link(cluster: Cluster, host: str, state: str) -> None:
+    port = "p" + str(1 + "abcd".index(host))
+    subprocess.run(["ip", "-n", f"hvd-{cluster.name}", "link", "set", port, state], check=True)
+
+
+def check_samples(run: Any, samples: int) -> None:
+    """Each sample counts once per epoch."""
+    assert [epoch.samples for epoch in run["epoch"]] == [samples] * len(run["epoch"])
+
+
+@pytest.mark.root
+def test_training_continues_without_rank_0_and_without_a_host_whose_link_is_cut(four: Cluster, tmp_path: Path) -> None:
+    """Every replica is compared after each step. Rank 0's records, checkpoints and summary move to another rank."""
+    folder = tmp_path / "run"
+    flags = ["--strategy", "powersgd", "--epochs", "5", "--batch-size", "48", "--check-replicas", "1", "--json"]
+    run = Run(four, folder, *flags)
+    run.wait_for_step(5)
+    run.kill("a")
+    run.wait_for_step(20)
+    lost = run.ranks("d")
+    try:
+        link(four, "d", "down")
+        text = run.end()
+    finally:
+        link(four, "d", "up")
+    until(lambda: not any(Path("/proc", str(pid)).exists() for pid in lost))  # no ghost returns
+    manifest, found = json.loads((folder / "manifest.json").read_text()), read_run(folder)
+    check_samples(found, manifest["data"]["train"])
+    assert [view.members for view in found["view"]] == [["b", "c", "d"], ["b", "c"]]
+    assert "ended by SIGKILL" in found["view"][0].reason and "host d" in found["view"][1].reason
+    assert 1 < found["view"][1].lost_s < 20, "silence takes a while to notice, but not the time for a start"
+    (summary,) = found["summary"]
+    assert (summary.ranks, summary.hosts, len(found["epoch"])) == (2, 2, 5)
+    steps = [step.step for step in found["step"]]
+    assert steps == list(range(summary.steps)), "no step is missing or recorded twice"
+    assert (folder / "COMPLETE").exists() and (folder / "checkpoints" / f"step-{summary.steps:08d}").exists()
+    assert json.loads(text[text.index("{") : text.rindex("}") + 1])["ranks"] == 2
+    shown = {row["what"]: row["value"] for row in results("show", folder)["tables"][0]["rows"]}
+    assert "b, c, d from step" in shown["views"]
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_local_sgd_continues_and_keeps_the_local_changes(framework: str, four: Cluster, tmp_path: Path) -> None:
+    folder, strategy = tmp_path / "run", "local-sgd:every=2,staleness=1+powersgd:rank=4,bits=4"
+    flags = ["--strategy", strategy, "--epochs", "4", "--check-replicas", "1", "--checkpoint-steps", "4"]
+    run = Run(four, folder, *flags, "--framework", framework, "--global-batch-size", "96")
+    run.wait_for_step(5)
+    run.kill("c")
+    run.end()
+    found = read_run(folder)
+    (view,) = found["view"]
+    assert (view.members, view.global_batch) == (["a", "b", "d"], 96), "a given global batch stays"
+    (summary,) = found["summary"]
+    assert [step.step for step in found["step"]] == list(range(summary.steps))
+    assert summary.validation_scores[-1]["accuracy"] > 0.3
+    if framework == "torch":
+        more = [*SMALL[:4], "--run-dir", str(folder), "--resume", "--epochs", "5", "--json"]
+        resumed = four.on("a", "launch/mpirun.sh", "-H", "a:1,b:1,d:1", sys.executable, "-m", "hvdtrain.resnet", *more)
+        assert document(resumed)["steps"] > summary.steps
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("framework", "strategy", "host"),
+    [("torch", "powersgd", "a"), ("tensorflow", "local-sgd:every=2,staleness=1+powersgd:rank=4,bits=4", "c")],
+)
+def test_a_lost_host_comes_back(framework: str, strategy: str, host: str, four: Cluster, tmp_path: Path) -> None:
+    """It gets the state of the others between two steps. Every replica is compared after each step or averaging."""
+    folder = tmp_path / "run"
+    flags = ["--strategy", strategy, "--epochs", "400", "--check-replicas", "1", "--framework", framework]
+    flags += ["--global-batch-size", "96", "--epoch-samples", "480", "--evaluate-samples", "32"]
+    run = Run(four, folder, *flags, launcher=[])
+    run.wait_for_step(5)
+    run.kill(host)
+    try:
+        until(lambda: run.process.poll() is not None or len(views(folder)) == 2, what=run.text)
+        assert run.process.poll() is None, run.text()
+        run.wait_for_step(views(folder)[1].step + 20)
+        run.process.terminate()
+        assert run.process.wait(LIMIT_S) == 75, run.text()
+    finally:
+        run.process.kill()
+    found = read_run(folder)
+    others = [name for name in "abcd" if name != host]
+    assert [view.members for view in found["view"]] == [others, [*others, host]]
+    assert f"{host} came back" in found["view"][1].reason
+    if framework == "torch":  # local SGD loses the samples since the last averaging
+        check_samples(found, 480)
+    steps = [step.step for step in found["step"]]
+    assert steps == list(range(len(steps)))
+    assert str(LiveRun(folder).frame().members).startswith(", ".join([*others, host]))
+    back = read_run(folder, 4 if host == "a" else "abcd".index(host))
+    assert [step.step for step in back["step"]] == steps, "its records continue those of rank 0"
+
+
+def views(folder: Path) -> Any:
+    """The changes of members so far."""
+    try:
+        return read_run(folder)["view"]
+    except Failure:  # its records are moving to another rank
+        return []
+
+
+@pytest.mark.root
+def test_a_host_that_becomes_slow_is_put_out(four: Cluster, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    flags = ["--strategy", "powersgd", "--epochs", "200", "--checkpoint-epochs", "0", "--evaluate-samples", "32"]
+    run = Run(four, folder, *flags, launcher=["--slowest", "5"])
+    try:
+        run.wait_for_step(20)
+        (slow,) = run.ranks("c")
+        while run.process.poll() is None and not views(folder):
+            for number, seconds in ((signal.SIGSTOP, 0.2), (signal.SIGCONT, 0.01)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(slow, number)
+                time.sleep(seconds)
+        assert run.process.poll() is None, run.text()
+        run.wait_for_step(views(folder)[0].step + 20)
+    finally:
+        run.process.terminate()
+        assert run.process.wait(LIMIT_S) == 75, run.text()
+    (view,) = views(folder)
+    assert view.members == ["a", "b", "d"] and "host c takes" in view.reason
+    assert "came back" not in run.text()
+
+
+@pytest.mark.root
+def test_without_faults_the_run_equals_one_without_elastic_bit_by_bit(four: Cluster, tmp_path: Path) -> None:
+    weights = []
+    for name, launcher in (("plain", []), ("elastic", ["--elastic"])):
+        folder = tmp_path / name
+        flags = [*SMALL, "--strategy", "powersgd", "--epochs", "1", "--run-dir", str(folder), "--json"]
+        words = ["launch/mpirun.sh", *launcher, "-H", "a:1,b:1", sys.executable, "-m", "hvdtrain.resnet", *flags]
+        steps = document(four.on("a", *words))["steps"]
+        saved = folder / "checkpoints" / f"step-{steps:08d}"
+        weights.append([(saved / f"{part}.safetensors").read_bytes() for part in ("shared", "rank0000", "rank0001")])
+    assert weights[0] == weights[1]

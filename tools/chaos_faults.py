@@ -66,9 +66,11 @@ class Case:
 
     @property
     def survivors(self) -> list[str] | None:
-        """The host of each rank that remains; None if the job ends."""
+        """The host of each rank that takes part in the end; None if the job ends."""
         if self.kind in ENDS:
             return None
+        if self.kind in RETURNS:
+            return [*(name for name in self.hosts if name not in self.victims), *self.victims]
         return [name for name in self.hosts if self.kind in HARMLESS or name not in self.victims]
 
     def __str__(self) -> str:
@@ -81,16 +83,19 @@ def drawn(seed: int, rates: Sequence[str], kinds: Sequence[str]) -> Case:
     draw = random.Random(seed)
     kind, rate, launcher = kinds[seed % len(kinds)], draw.choice(rates), draw.choice(NAMES)
     is_slow = rate != UNLIMITED and parse_rate(rate) <= 10_000_000  # an exact sum takes 2 s
-    strategy = draw.choice([name for name in STRATEGIES if name != "hierarchical" or not (is_slow and kind == "slow")])
+    dense = not is_slow or kind not in ("slow", *RETURNS)
+    strategy = draw.choice([name for name in STRATEGIES if name != "hierarchical" or dense])
     others = [name for name in NAMES if name != launcher]
     victims = draw.sample(others, 2 if kind in ("two", "split", "pair") else 1)
     if kind in ("rank", "evaluation", "checkpoint"):
         victims = [draw.choice(NAMES)]
-    elif kind in ("rank-0", "launcher", "launcher-cut", "launcher-stop"):
-        victims = ["a" if kind == "rank-0" else launcher]
+    elif kind in ("rank-0", "return-0", "launcher", "launcher-cut", "launcher-stop"):
+        victims = ["a" if kind in ("rank-0", "return-0") else launcher]
     elif kind == "disk":  # the records of rank 0 are read later
         victims = [draw.choice([name for name in others if name != "a"])]
-    per_epoch, epochs = (1, 30) if kind == "evaluation" else (6, 40 if kind in HARMLESS else 10)
+    per_epoch, epochs = (
+        (1, 30) if kind == "evaluation" else (6, 120 if kind in RETURNS else 40 if kind in HARMLESS else 10)
+    )
     if strategy == "hierarchical" and is_slow:
         per_epoch, epochs = min(3, per_epoch), 12 // min(3, per_epoch)
     step, samples = draw.randint(3, min(20, per_epoch * epochs // 2)), per_epoch * BATCH * len(NAMES)
@@ -214,17 +219,8 @@ class Run:
         if case.kind == "disk":
             lab.limit_disk(case.victims[0], folder)
         hosts = ",".join(f"{name}:{case.hosts.count(name)}" for name in NAMES)
-        words = [
-            "--elastic",
-            "--no-return",
-            "-H",
-            hosts,
-            sys.executable,
-            *TRAIN,
-            "--run-dir",
-            str(self._folder),
-            *case.flags,
-        ]
+        words = ["--elastic", *([] if case.kind in RETURNS else ["--no-return"]), "-H", hosts]
+        words += [sys.executable, *TRAIN, "--run-dir", str(self._folder), *case.flags]
         self.launcher = lab.start(case.launcher, *words, output=folder / "output.txt")
         self._ranks: dict[int, str] = {}
 
@@ -253,6 +249,11 @@ class Run:
 
         self.wait(30, continued)
         self.wait(HELD_S)
+
+    def wait_for_return(self) -> None:
+        """Wait until the lost host takes part again."""
+        path = self._folder / "metrics" / "rank0000.jsonl"
+        self.wait(60, lambda: path.exists() and b'came back"' in path.read_bytes())
 
     def finished(self) -> dict[str, Any]:
         """Wait for the step of the case, let the fault happen, and return the facts that are not in the records."""
@@ -344,6 +345,15 @@ def freeze(run: Run) -> None:
     send(stopped, signal.SIGCONT)
 
 
+def return_later(run: Run) -> None:
+    """kill -9 of the host's ranks, or a cut link that is connected again; the launcher then starts the host again."""
+    if run.case.launcher in run.case.victims or run.random.random() < 0.5:
+        send(run.ranks(), signal.SIGKILL)
+    else:
+        cut(run)
+    run.wait_for_return()
+
+
 def stop_launcher(run: Run) -> None:
     """SIGSTOP of the launcher until the agents have given it up after 10 s."""
     run.launcher.send_signal(signal.SIGSTOP)
@@ -371,8 +381,12 @@ KINDS: dict[str, Callable[[Run], None]] = {
     "launcher-cut": cut,
     "launcher-stop": stop_launcher,
     "pair": blocked("between"),
+    "return": return_later,
+    "return-0": return_later,
 }
 """Faults by name"""
+RETURNS = ("return", "return-0")
+"""The lost host comes back"""
 HARMLESS = ("flap", "slow")
 """No host is put out"""
 ENDS = {

@@ -41,7 +41,7 @@ from sklearn.datasets import load_sample_image
 from test_checkpoint import edit
 
 from hvdtrain import records
-from hvdtrain.training import loop
+from hvdtrain.training import evaluation
 
 FRAMEWORKS = ("torch", "tensorflow")
 SUMMARY_KEYS = {"schema", "run_dir", "framework", "strategy", "ranks", "hosts", "parameters", "epochs"}
@@ -140,7 +140,7 @@ def test_one_process_trains_and_leaves_a_whole_run_folder(framework: str, whole:
 
 def test_what_is_evaluated_after_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     renewed: list[int] = []
-    monkeypatch.setattr(loop, "renew_statistics", lambda _, batches: renewed.append(len(list(batches))))
+    monkeypatch.setattr(evaluation, "renew_statistics", lambda _, batches: renewed.append(len(list(batches))))
     flags = [*SMALL, "--framework", "torch", "--epochs", "9", "--epoch-samples", "240", "--evaluate-on", "test"]
     flags += ["--target", "accuracy=0.01", "--run-dir"]
     some = here("resnet", *flags, str(tmp_path / "some"), "--precise-bn", "2", "--evaluate-samples", "100")

@@ -96,7 +96,10 @@ def broken_records(case: Case, files: dict[str, list[dict[str, Any]]]) -> Iterat
     for name, lines in files.items():
         own = [each for each in lines if each["type"] == "view"]
         first = own[-1]["members"][0] if own else case.hosts[0]  # files of lost first ranks are called lost-*.jsonl
-        host = case.hosts[int(name[4:8])] if name.startswith("rank") else first
+        number = int(name[4:8]) if name.startswith("rank") else None
+        if number is not None and number >= len(case.hosts):
+            continue  # of a former rank 0 that came back; copied from rank 0's
+        host = first if number is None else case.hosts[number]
         if case.kind in RETURNS and host in case.victims:
             continue  # these records were copied from rank 0's
         for view in own:

@@ -221,7 +221,7 @@ class Run:
         hosts = ",".join(f"{name}:{case.hosts.count(name)}" for name in NAMES)
         words = ["--elastic", *([] if case.kind in RETURNS else ["--no-return"]), "-H", hosts]
         words += [sys.executable, *TRAIN, "--run-dir", str(self._folder), *case.flags]
-        self.launcher = lab.start(case.launcher, *words, output=folder / "output.txt")
+        self.launcher: subprocess.Popen[bytes] = lab.start(case.launcher, *words, output=folder / "output.txt")
         self._ranks: dict[int, str] = {}
 
     def ranks(self) -> list[int]:

@@ -58,7 +58,7 @@ def test_torch_continues_from_the_last_commit(
 
 def test_a_rank_that_comes_back_continues_with_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVDTRAIN_STRATEGY", "powersgd:rank=2")
-    words = [*TORCH, str(tmp_path), "[[0, 3, 2]]", '{"sleep_s": 0.6}']
+    words = [*TORCH, str(tmp_path), "[[0, 3, 2]]", '{"sleep_s": 1.0}']
     done = on_one_machine(3, *words, launcher=[])
     assert done.returncode == 0, done.stderr
     found = reports(tmp_path)

@@ -3,8 +3,8 @@
     launch/mpirun.sh --elastic -H 127.0.0.1:1,127.0.0.2:1,... python own_elastic.py FOLDER KILLS [ARGUMENTS]
 
 KILLS is a JSON list of [rank, step, n]: from that step on, the rank dies before its n-th message, once. ARGUMENTS is a
-JSON object of arguments of DistributedOptimizer, and sleep_s, the time that each step takes longer. Used by
-test_own_elastic.py.
+JSON object of arguments of DistributedOptimizer, and sleep_s, the time that each step takes longer while a rank is
+missing. Used by test_own_elastic.py.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def die_in_message(number: int) -> None:
 def train(state: Any) -> str:
     while state.epoch < EPOCHS:
         for batch, (x, y, index) in enumerate(loader):
-            time.sleep(sleep_s)
+            if hvd.size() < int(os.environ.get("HVDTRAIN_ELASTIC_SIZE", "0")):
+                time.sleep(sleep_s)
             died = folder / f"{first_rank}.died"
             for kill in [kill for kill in kills if kill[0] == first_rank and kill[1] <= state.steps]:
                 if not died.exists():

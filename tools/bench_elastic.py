@@ -34,6 +34,7 @@ from hvdtrain.system import exits, proc  # noqa: E402
 from hvdtrain.system.arguments import Parser  # noqa: E402
 from hvdtrain.system.commands import as_calling_user, need_root  # noqa: E402
 from hvdtrain.system.exits import Failure  # noqa: E402
+from hvdtrain.system.rates import parse_rate, show_rate  # noqa: E402
 
 LIBRARIES = ("hvdtrain", "horovod", "torchrun")
 LOOP = str(ROOT / "tools" / "elastic_loop.py")
@@ -117,6 +118,12 @@ def main(arguments: list[str]) -> int:
     top.add_argument("--out", type=Path, default=ROOT / "results" / "elastic", help="folder of the logs")
     top.add_argument("--json", action="store_true", help="one JSON document instead of the table")
     options: argparse.Namespace = top.parse_args(arguments)
+    if unknown := {*options.libraries} - {*LIBRARIES}:
+        top.error(f"--libraries: unknown {', '.join(sorted(unknown))}; hint: choose from {', '.join(LIBRARIES)}")
+    if options.rounds < 1:
+        top.error(f"--rounds {options.rounds}; hint: give 1 or more")
+    if options.rate != UNLIMITED:
+        options.rate = show_rate(parse_rate(options.rate))
     need_root("the virtual cluster")
     shutil.rmtree(options.out, ignore_errors=True)
     found: dict[str, list[float]] = {library: [] for library in options.libraries}

@@ -28,6 +28,8 @@ parser.add_argument("library", choices=("hvdtrain", "horovod", "torchrun"))
 parser.add_argument("folder", type=Path)
 parser.add_argument("--seconds", type=float, default=60)
 options = parser.parse_args()
+if not options.folder.is_dir():
+    parser.error(f"{options.folder} is not a folder")
 
 BATCH, EVERY = 32, 8
 torch.set_num_threads(1)

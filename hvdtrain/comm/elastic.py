@@ -89,7 +89,7 @@ class Channel:
         self.addresses: dict[str, str] = hello["addresses"]
         """Address of each host of the job"""
         self.begun: dict[str, Any] = hello["begun"]
-        """What the members passed to `begin`, if this rank joins them"""
+        """If this rank joins a running job: the argument of `begin` in the other ranks"""
         self.newcomers = 0
         """Hosts that are ready to take part again"""
         self.newest = View.read(hello["view"])

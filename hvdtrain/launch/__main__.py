@@ -348,6 +348,9 @@ def start(launcher: str, arguments: list[str], environment: Mapping[str, str], p
 
 
 def start_elastic(plan: Plan, variables: Mapping[str, str], options: argparse.Namespace) -> int:
+    if (options.min_hosts or 1) > len(plan.hosts):
+        message = f"--min-hosts {options.min_hosts}: the job has {len(plan.hosts)} hosts"
+        raise Failure(f"{message}; hint: give a lower number, or more hosts with -H", exits.USAGE)
     own = [setting.name for setting in plan.settings if not setting.mca]
     passed = {name: text for name, text in variables.items() if passes(name, (*FOR_RANKS, *plan.passed, *own))}
     places = [(slot, address_of(slot.host)) for slot in plan.hosts]

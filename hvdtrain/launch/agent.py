@@ -7,7 +7,7 @@
 
 Each rank has a socket to its agent, whose number is in HVDTRAIN_ELASTIC_FD, and its standard error is the agent's. The
 ranks of a host live and die together: if a signal ends one, the agent kills the others. It also kills them if the
-launcher is gone or silent, so that no rank of a lost host goes on.
+launcher is gone or silent, so that no rank of a lost host continues.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.system import net, ssh
+from hvdtrain.system.commands import Command
+
 FD = "HVDTRAIN_ELASTIC_FD"
 """Variable with the descriptor of a rank's socket to its agent"""
 BEAT_S = 0.5
@@ -32,6 +35,14 @@ LAST_S = 2.0
 ALONE_S = 10.0
 """Silence of the launcher after which the agent kills its ranks. The launcher gives a host up much earlier"""
 CHUNK = 1 << 16
+ROOT = str(Path(__file__).resolve().parents[2])
+PROGRAM = f"import sys; sys.path.insert(0, {ROOT!r}); from hvdtrain.launch.agent import main; main()"
+
+
+def agent_command(host: str, address: str) -> Command:
+    """The words that start the agent of a host, without ssh if the host is this machine."""
+    words = [sys.executable, "-I", "-S", "-c", PROGRAM]
+    return words if net.is_own(address) else ssh.command(host, words)
 
 
 class Line:
@@ -125,7 +136,7 @@ class Agent:
             self._reap()
         deadline = time.monotonic() + LAST_S
         while time.monotonic() < deadline and any(isinstance(key.data, Rank) for key in self._ready.get_map().values()):
-            for key, _ in self._ready.select(BEAT_S / 10):  # the rest of what the ranks wrote
+            for key, _ in self._ready.select(BEAT_S / 10):  # the last output of the ranks
                 self._take(key.fileobj, key.data)
         while time.monotonic() < deadline and not self._launcher.flush():
             time.sleep(BEAT_S / 10)
@@ -182,7 +193,7 @@ class Agent:
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # the launcher sends what is meant for the ranks
+        signal.signal(number, signal.SIG_IGN)  # signals for the ranks come from the launcher
     first = os.fdopen(0, "rb", buffering=0, closefd=False).readline()
     if not first.strip():
         return
@@ -192,6 +203,7 @@ def main() -> None:
     try:
         agent = Agent(job, launcher)
     except OSError as error:
-        print(f"hvdtrain: {job['command'][0]} on {socket.gethostname()}: {error.strerror}", file=sys.stderr, flush=True)
+        what = f"{job['command'][0]} on {socket.gethostname()}: {error.strerror}"
+        print(f"hvdtrain: {what}; hint: name a program that this host has", file=sys.stderr, flush=True)
         sys.exit(69)
     agent.run()

@@ -1,4 +1,4 @@
-"""Start one supervised group of ranks per host, and let the job continue if a host is lost (`--elastic`).
+"""Start the ranks of each host, and let the job continue if a host is lost (`--elastic`).
 
 mpirun ends all ranks when one dies, and its --enable-recovery returns 0 for failed jobs too. So this launcher starts an
 agent on each host over ssh (`agent`), and decides alone who belongs to the job. Each list of members is a view with a
@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hvdtrain.launch.agent import BEAT_S, Line
+from hvdtrain.launch.agent import BEAT_S, Line, agent_command
 from hvdtrain.launch.members import RETURN_MAX_S, Host, Members, slowness
 from hvdtrain.system import exits, net, ssh
 from hvdtrain.system.commands import Command
@@ -45,14 +45,6 @@ START_S = 30.0
 LAST_WORDS_S = 4.0
 """Time for the other ranks to end after one of them failed"""
 KEY_BYTES = 32
-ROOT = str(Path(__file__).resolve().parents[2])
-PROGRAM = f"import sys; sys.path.insert(0, {ROOT!r}); from hvdtrain.launch.agent import main; main()"
-
-
-def agent_command(host: str, address: str) -> Command:
-    """The words that start the agent of a host, without ssh if the host is this machine."""
-    words = [sys.executable, "-I", "-S", "-c", PROGRAM]
-    return words if net.is_own(address) else ssh.command(host, words)
 
 
 class ElasticJob:
@@ -179,6 +171,10 @@ class ElasticJob:
     def _closed(self, index: int) -> None:
         host = self._hosts[index]
         if host.running and not host.lost:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the agent could not start the command, and says why
+                if host.process.wait(BEAT_S) == exits.UNREACHABLE and index in self._members.present:
+                    self._code = exits.UNREACHABLE
+                    self._end(None)
             self._lose(index, f"the connection to host {host.name} ended")
         host.lost = True
 
@@ -357,7 +353,7 @@ class ElasticJob:
     # --- messages and the end --------------------------------------------------------------------------------------
 
     def _tell(self, message: dict[str, Any], hosts: Sequence[int] | None = None) -> None:
-        """Send a message to all ranks of some hosts; None for those of the members."""
+        """Send a message to all ranks of some hosts; None for all members."""
         for index in self._members.present if hosts is None else hosts:
             host = self._hosts[index]
             host.line.send({"to": host.ranks, "message": message})
@@ -373,11 +369,12 @@ class ElasticJob:
             return
         self._ending, self._give_up_at = True, time.monotonic() + LAST_WORDS_S
         if reason:
-            _say(f"{reason}; ending the job; hint: continue from the last checkpoint with --resume")
+            hint = "continue from the last checkpoint with --resume" if self._began else "the lines above may say why"
+            _say(f"{reason}; ending the job; hint: {hint}")
         self._send_all({"end": True})
 
     def _dismiss(self) -> None:
-        """End the agents: those of lost hosts may not answer."""
+        """End the agents. On lost hosts they may not answer."""
         for host in self._hosts:
             assert host.process.stdin is not None
             host.process.stdin.close()

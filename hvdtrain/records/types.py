@@ -179,7 +179,8 @@ class View(_Record, frozen=True, kw_only=True):
     unix_s: Amount
     """When training continued, by this rank's clock"""
     lost_s: Amount
-    """From the start of the interrupted step, or from the notice of the loss, until training continued"""
+    """From the start of the interrupted step, evaluation, check or save until training continued. Without one: from the
+    notice of the loss"""
 
 
 class Chosen(_Record, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from hvdtrain.torch.exchanging import STATE, Exchanging
 from hvdtrain.torch.optimizer import broadcast_optimizer_state
 
 LARGE = torch.nn.Module, torch.optim.Optimizer
-"""What is not sent if all ranks have the same"""
+"""Values of these types are compared before they are sent"""
 
 
 class ObjectState(State):

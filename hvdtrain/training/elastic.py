@@ -194,7 +194,7 @@ class Transactions:
         self._adopt, self._learn, self._hand_over = adopt, learn, hand_over
         self._noticed_s: float | None = None
         self._began_s = 0.0
-        """Start of the current step"""
+        """Start of the current step, evaluation, check or save"""
 
     def until_done(self, work: Callable[[], T]) -> T:
         """Do collective work that changes nothing but running statistics, however many hosts are lost during it."""
@@ -213,6 +213,7 @@ class Transactions:
             self._world.commit()
             done = True
         except LOST:
+            self._noticed_s = self._noticed_s or self._began_s
             self._interrupt()
             self._replica.load_local(before)
         self.regroup()

@@ -1,11 +1,11 @@
-"""How a host that has come back gets the state of a job while the others go on training.
+"""How a host that has come back gets the state of a job while the others train.
 
 Rank 0 sends it a copy of the state. From then on it records what all hosts receive at the end of each exchange, which
 is as small as the strategy's messages, and sends that too. The host repeats the exchanges with these messages instead
 of with other hosts, and so makes the same changes to its copy. When it has caught up, rank 0 admits it.
 
 The messages of the first phase of an exchange are not needed: they only lead to the sums that the last phase sends to
-all. What the repetition computes of them, such as residuals, is of no use.
+all. Residuals depend on them, so the residuals of the repetition are wrong and are dropped.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from hvdtrain.sentinel import auth
 
 GIVER, TAKER = 0, 1
 """The numbers of rank 0 and of the host that has come back, when they connect"""
-CONNECT_S = 10.0
+CONNECT_S = 30.0
 POLL_S = 0.1
-ACCEPT_S = 24 * 3600.0
-"""A host that has come back waits until rank 0 connects, or until there is a newer view"""
+ACCEPT_S = 600.0
+"""Time for rank 0 to connect, after which the host listens at another place"""
 
 Exchange = list[bytes]
 """The messages of one exchange, in order"""
@@ -69,17 +69,13 @@ class Recorder(LeaderGroup):
             self._complete.put(self._current)
             self._current = []
 
-    def discard(self) -> None:
-        """The exchange since the last call does not count."""
-        self._current = []
-
     def take(self) -> list[Exchange]:
         """Return the exchanges that have been sealed since the last call."""
         return [self._complete.get() for _ in range(self._complete.qsize())]
 
 
 class Player(LeaderGroup):
-    """Leaders that are not there: each exchange receives what was recorded. Sends nothing."""
+    """Leaders that are not there: each exchange receives recorded messages. Sends nothing."""
 
     def __init__(self, count: int, exchanges: Sequence[Exchange]) -> None:
         self.count = count
@@ -103,7 +99,7 @@ class Place(NamedTuple):
 
 
 class Feed:
-    """Sends the state of rank 0, and then what was recorded, to a host that has come back."""
+    """Sends the state of rank 0, and then recorded exchanges, to a host that has come back."""
 
     def __init__(self, place: Place, job_key: bytes, state: bytes) -> None:
         self.place, self._me = place, auth.Party(job_key, b"feed", GIVER)
@@ -192,7 +188,7 @@ class Follower:
         return self._messages.get()
 
     def acknowledge(self) -> None:
-        """Tell rank 0 that the last message has been used."""
+        """Report to rank 0 that the last message has been used."""
         assert self._stream is not None
         try:
             swap(self._stream, np.empty(0, np.uint8), None)

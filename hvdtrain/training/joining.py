@@ -53,6 +53,8 @@ class Joining:
         self._world, self._replica, self._strategy = world, replica, strategy
         self._welcome, self._enter = welcome, enter
         self._feeds: dict[Place, Feed] = {}
+        self._used: set[Place] = set()
+        """Places to which a feed has begun. A host whose feed ended waits at another place"""
         self._steps = 0
         """Steps since the last feed began"""
         self._caught_up = False
@@ -77,7 +79,7 @@ class Joining:
             world.tap = None
         if self._strategy.is_idle:
             for place in world.places:
-                if place not in self._feeds:
+                if place not in self._used:
                     self._begin(world, place)
         if not self._feeds or not self._near():
             return
@@ -89,6 +91,7 @@ class Joining:
         if not isinstance(world.tap, Recorder):
             assert world.leaders is not None
             world.tap = Recorder(world.leaders)
+        self._used.add(place)
         welcome = self._welcome(0)
         self._metrics_at = min([len(welcome.metrics.encode()), *([self._metrics_at] if self._feeds else [])])
         state = welcome.as_bytes(snapshot.for_newcomers(self._replica, self._strategy))

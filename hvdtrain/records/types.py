@@ -138,6 +138,8 @@ class Epoch(_Record, frozen=True, kw_only=True):
     """Images or captions over all ranks, without warm-up steps; null if the epoch is warm-up only"""
     unix_s: Amount | None = None
     """End of the epoch's validation by rank 0's clock (seconds since 1970)"""
+    shares: list[Amount] = []
+    """Share of each rank in a batch from the next epoch on, if --shares measured changed it; otherwise empty"""
 
 
 class Saved(_Record, frozen=True, kw_only=True):
@@ -175,6 +177,8 @@ class View(_Record, frozen=True, kw_only=True):
     ranks: Count
     hosts: Count
     global_batch: Count
+    shares: list[Amount] = []
+    """Share of each rank in a batch; empty: equal"""
     reason: str
     unix_s: Amount
     """When training continued, by this rank's clock"""

@@ -35,6 +35,7 @@ from hvdtrain.strategies import Exchange, Strategy
 from hvdtrain.system import exits, files, locks
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import manifest, resume
+from hvdtrain.training.balance import Balance
 from hvdtrain.training.train_state import Position
 
 if TYPE_CHECKING:
@@ -106,14 +107,16 @@ def joined(job: Job) -> tuple[Job, Path]:
     return dataclasses.replace(job, run=dataclasses.replace(run, plan=plan)), Path(world.begun["folder"])
 
 
-def divided(job: Job, world: Communicator) -> tuple[Loader, BatchPlan]:
-    """Return the loader and the plan of a job for its present members.
+def divided(job: Job, world: Communicator, balance: Balance | None) -> tuple[Loader, BatchPlan]:
+    """Return the loader and the plan of a job for its present members. Collective.
 
     A global batch that was given stays, and each rank takes more of it. Otherwise each rank keeps its batch, so the
     global batch shrinks, and --lr-scaling applies.
     """
     config, shares = job.run.config, job.run.plan.shares
-    if shares is not None and isinstance(world, ElasticCommunicator):
+    if balance is not None:
+        shares = balance.shares(world)
+    elif shares is not None and isinstance(world, ElasticCommunicator):
         shares = tuple(shares[rank] for rank in world.view.ranks)
     batch = resume.global_batch(config, world.size)
     loader = job.loader.among(world.rank, world.size, batch, shares)
@@ -121,15 +124,22 @@ def divided(job: Job, world: Communicator) -> tuple[Loader, BatchPlan]:
     return loader, plan
 
 
-def keep_count(folder: Path, world: Communicator) -> None:
-    """Write into the manifest on each host how many ranks save checkpoints from now on. Collective."""
+def keep_division(folder: Path, world: Communicator, plan: BatchPlan) -> None:
+    """Write into the manifest on each host how many ranks save checkpoints from now on, and their shares. Collective.
+
+    The shares are in the order in which ranks are numbered at a start.
+    """
+    kept_plan: dict[str, Any] = {"ranks": world.size}
+    if plan.shares is not None:
+        numbers = world.gather(world.number)
+        kept_plan["shares"] = [share for _, share in sorted(zip(numbers, plan.shares, strict=True))]
     for first in (True, False):  # rank 0 first, then hosts that do not share its folder
         if world.local_rank == 0 and first == (world.rank == 0):
             path = folder / manifest.NAME
             kept = records.read_document(path, records.Manifest)
-            if kept.plan.get("ranks") != world.size:
-                plan = kept.plan | {"ranks": world.size}
-                records.write_document(path, records.as_json(msgspec.structs.replace(kept, plan=plan)))
+            if kept.plan != kept.plan | kept_plan:
+                updated = msgspec.structs.replace(kept, plan=kept.plan | kept_plan)
+                records.write_document(path, records.as_json(updated))
         world.gather(None)
 
 
@@ -278,6 +288,7 @@ def view_record(world: ElasticCommunicator, at: Position, plan: BatchPlan, lost_
         ranks=world.size,
         hosts=len(set(world.view.hosts)),
         global_batch=plan.global_batch,
+        shares=list(plan.shares or ()),
         reason=world.view.reason,
         unix_s=time.time(),
         lost_s=lost_s,
@@ -289,4 +300,5 @@ def described(view: records.View, plan: BatchPlan) -> str:
     return (
         f"view {view.view}         {view.hosts} hosts, {view.ranks} ranks from step {view.step} on, "
         f"{view.lost_s:.1f} s after the change; {plan.global_batch} samples per step, learning rate {plan.base_lr:g}"
+        + (f", shares {':'.join(f'{share:g}' for share in view.shares)}" if view.shares else "")
     )

@@ -34,8 +34,10 @@ from hvdtrain.system import exits, locks
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import consistency, elastic, manifest, observers, snapshot
 from hvdtrain.training.adaptive import Adaptive, average_optimizer
+from hvdtrain.training.balance import Balance
 from hvdtrain.training.checkpoint import Checkpoints, Loaded
 from hvdtrain.training.evaluation import Evaluator, Judge, timed_inference
+from hvdtrain.training.summary import show_shares
 from hvdtrain.training.train_state import Position
 
 if TYPE_CHECKING:
@@ -79,6 +81,7 @@ class Loop:
         self._shapes = job.workload.model.vector_shapes(self._config.framework)
         watched = job.auto and job.profile and job.ranks.hosts_count > 1 and not job.ranks.elastic
         self._adaptive = Adaptive(job) if watched else None
+        self._balance = Balance(self._plan.shares or ()) if self._config.shares == "measured" else None
         self._stopping = self._save_due = self._check_due = self._choose_due = self._published = False
         self._steps_here = self._steps_of_strategy = 0
         self._computed = job.strategy.capabilities.in_backward
@@ -221,8 +224,8 @@ class Loop:
         positions = self._world.gather([at.epoch, at.consumed])
         at.consumed = max(consumed for epoch, consumed in positions if epoch == at.epoch)
         self._checkpoints = self._new_checkpoints()
-        self._loader, self._plan = elastic.divided(self._job, self._world)
-        elastic.keep_count(self._folder, self._world)
+        self._loader, self._plan = elastic.divided(self._job, self._world, self._balance)
+        elastic.keep_division(self._folder, self._world, self._plan)
         if self._world.rank == 0 and self._records_of != 0:
             elastic.take_over(self._folder, self._records_of)
             self._writer.close()
@@ -286,6 +289,8 @@ class Loop:
         at.add(record, seconds=seconds, consumed=end)
         if self._adaptive:
             self._adaptive.add(record, seconds)
+        if self._balance:
+            self._balance.add(record)
         if not record.warmup:
             self._world.report_pace(record.compute_s)
         self._world.step = at.step
@@ -334,6 +339,9 @@ class Loop:
             loss, scores, _ = self._transactions.until_done(
                 lambda: self._evaluator.after_epoch(epoch, self._loader, self._plan)
             )
+        before = self._plan.shares
+        if self._balance and epoch + 1 < self._config.epochs:
+            self._transactions.until_done(self._share_again)
         record, is_best = self._at.end_epoch(
             epoch,
             self._metric,
@@ -341,6 +349,7 @@ class Loop:
             validation_loss=loss,
             validation_s=self._clock.take("validation"),
             unix_s=time.time(),
+            shares=[] if self._plan.shares == before else list(self._plan.shares or ()),
         )
         if self._world.rank == 0 or self._world.elastic:
             self._writer.write(record)
@@ -355,6 +364,17 @@ class Loop:
         if self._save_due or (every and ((epoch + 1) % every == 0 or (self._judge and is_best))):
             while not self._save(best=is_best):
                 pass  # the members changed
+
+    def _share_again(self) -> None:
+        """Divide the batches of the next epoch by the ranks' present speed, if that pays. Collective."""
+        assert self._balance is not None
+        shares = self._balance.shares(self._world)
+        if shares == self._plan.shares:
+            return
+        self._loader, self._plan = self._loader.divided(shares), dataclasses.replace(self._plan, shares=shares)
+        elastic.keep_division(self._folder, self._world, self._plan)
+        text = show_shares(shares, self._loader.rank_samples)
+        self._say(f"shares         {text} from step {self._at.step} on: the speeds of the ranks have changed")
 
     def _finish(self, watching: contextlib.ExitStack) -> records.Summary:
         """Evaluate on the test split, end `watching`, time inference, write the summary and then COMPLETE."""

@@ -130,6 +130,7 @@ def main(stop: lifecycle.StopSignal) -> int:
         from hvdtrain.frameworks.pipeline_tensorflow import PipelineTensorFlow as Pipeline
         from hvdtrain.frameworks.tensorflow import TensorFlowReplica as Replica
     shares.TRIAL_S, shares.MAX_S = 0.05, 0.5  # measured shares need not be accurate here
+    shares.GAIN = 1.0  # and other work on this machine must not change them
     default = sys.argv[4] if len(sys.argv) > 4 else "resnet"
 
     def result(run: dict[str, Any]) -> Any:

@@ -188,7 +188,9 @@ class View(_Record, frozen=True, kw_only=True):
 
 
 class Chosen(_Record, frozen=True, kw_only=True):
-    """`--strategy auto` chose again, because steps took another time than before; written by rank 0."""
+    """`--strategy auto` chose again: steps took another time than before, or the members of an elastic job changed.
+
+    Written by rank 0, in an elastic job by every rank."""
 
     step: Count
     """First step of this choice"""
@@ -198,7 +200,7 @@ class Chosen(_Record, frozen=True, kw_only=True):
     choice_s: Amount
     """Time for measuring the links, choosing and changing the strategy; part of the training time"""
     links: list[dict[str, Any]] = []
-    """As in the manifest, measured for this choice"""
+    """As in the manifest, measured for this choice. After a change of members: as measured before"""
 
 
 class Summary(_Record, frozen=True, kw_only=True):

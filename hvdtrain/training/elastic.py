@@ -29,6 +29,7 @@ from hvdtrain.config.batch_plan import BatchPlan
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data.loader import Loader
 from hvdtrain.frameworks import Replica
+from hvdtrain.plan.profile import Profile, as_json
 from hvdtrain.records.arrays_file import pieces
 from hvdtrain.records.identity import differing
 from hvdtrain.strategies import Exchange, Strategy
@@ -69,30 +70,44 @@ class Welcome:
         return cls(**json.loads(zlib.decompress(message[8:end]))), load(message[end:])
 
 
+def obstacle(launcher: str, exchange: Exchange, config: TrainConfig) -> tuple[str, str] | None:
+    """Return which options prevent the job from continuing without lost hosts, and a hint; None if nothing does.
+
+    Always None if the launcher does not expect the job to continue.
+    """
+    if launcher != "elastic":
+        return None
+    if not exchange.capabilities.elastic:
+        return f"--strategy {exchange}", "use --strategy hierarchical, powersgd or local-sgd"
+    if config.stages > 1:
+        return f"--stages {config.stages}", "use --stages 1"
+    if config.ema and exchange.capabilities.local_updates:
+        return f"--ema and --strategy {exchange}", "leave --ema out, or use --strategy powersgd"
+    return None
+
+
 def check(launcher: str, exchange: Exchange, config: TrainConfig) -> None:
     """Raise Failure (78) if the launcher expects the job to continue without lost hosts, and it cannot."""
-    if launcher != "elastic":
-        return
-    capabilities, what, hint = exchange.capabilities, "", "use --strategy hierarchical, powersgd or local-sgd"
-    if not capabilities.elastic:
-        what = f"--strategy {exchange}"
-    elif config.stages > 1:
-        what, hint = f"--stages {config.stages}", "use --stages 1"
-    elif config.ema and capabilities.local_updates:
-        what, hint = f"--ema and --strategy {exchange}", "leave --ema out, or use --strategy powersgd"
-    if what:
-        message = f"--elastic: a job with {what} cannot continue without a lost host"
-        raise Failure(f"{message}; hint: {hint}", exits.BAD_CONFIG)
+    if found := obstacle(launcher, exchange, config):
+        message = f"--elastic: a job with {found[0]} cannot continue without a lost host"
+        raise Failure(f"{message}; hint: {found[1]}", exits.BAD_CONFIG)
 
 
 def begun(job: Job, folder: Path) -> dict[str, Any]:
     """Return what a host needs that comes back during the run: see `joined`."""
-    return {"folder": str(folder), "identity": job.run.identity(), "shares": job.run.plan.shares}
+    return {
+        "folder": str(folder),
+        "identity": job.run.identity(),
+        "shares": job.run.plan.shares,
+        "auto": job.auto,
+        "profile": as_json(job.profile) if job.profile else None,
+    }
 
 
 def joined(job: Job) -> tuple[Job, Path]:
     """Return the job of a rank whose host has come back, and the run folder.
 
+    For --strategy auto it has the profile of another rank, because all ranks choose alike.
     Raises Failure (78) if the others have other settings.
     """
     run, world = job.run, job.ranks
@@ -102,9 +117,11 @@ def joined(job: Job) -> tuple[Job, Path]:
             "hvdtrain and the same data on all hosts",
             exits.BAD_CONFIG,
         )
-    shares = world.begun["shares"]
-    plan = dataclasses.replace(run.plan, shares=tuple(shares) if shares else None)
-    return dataclasses.replace(job, run=dataclasses.replace(run, plan=plan)), Path(world.begun["folder"])
+    begun = world.begun
+    plan = dataclasses.replace(run.plan, shares=tuple(begun["shares"]) if begun["shares"] else None)
+    profile = msgspec.convert(begun["profile"], Profile) if begun["profile"] else None
+    run = dataclasses.replace(run, plan=plan)
+    return dataclasses.replace(job, run=run, auto=begun["auto"], profile=profile), Path(begun["folder"])
 
 
 def divided(job: Job, world: Communicator, balance: Balance | None) -> tuple[Loader, BatchPlan]:
@@ -206,6 +223,10 @@ class Transactions:
         self._began_s = 0.0
         """Start of the current step, evaluation, check or save"""
 
+    def use(self, strategy: Strategy) -> None:
+        """The loop exchanges by another strategy from now on."""
+        self._strategy = strategy
+
     def until_done(self, work: Callable[[], T]) -> T:
         """Do collective work that changes nothing but running statistics, however many hosts are lost during it."""
         while True:
@@ -213,11 +234,17 @@ class Transactions:
             if done:
                 return result  # type: ignore[return-value]
 
-    def attempt(self, work: Callable[[], T]) -> tuple[bool, T | None]:
-        """Do collective work, or return False if a host was lost. Then running statistics are as before."""
+    def attempt(self, work: Callable[[], T], apply: Callable[[T], None] = lambda _: None) -> tuple[bool, T | None]:
+        """Do collective work, or return False if a host was lost. Then running statistics are as before.
+
+        `apply` uses the result if it counts, on all members and before others join. Not collective.
+        """
+        result: T | None = None
         if not self._world.elastic:
-            return True, work()
-        before, done, result = self.statistics(), False, None
+            result = work()
+            apply(result)
+            return True, result
+        before, done = self.statistics(), False
         try:
             result = work()
             self._world.commit()
@@ -226,6 +253,8 @@ class Transactions:
             self._noticed_s = self._noticed_s or self._began_s
             self._interrupt()
             self._replica.load_local(before)
+        if done:
+            apply(result)  # type: ignore[arg-type]
         self.regroup()
         return done, result
 

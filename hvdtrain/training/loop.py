@@ -29,11 +29,12 @@ from hvdtrain.comm.lifecycle import StopSignal
 from hvdtrain.frameworks import Replica
 from hvdtrain.observe.progress import Progress
 from hvdtrain.observe.timing import WARMUP_STEPS, Clock, Spent, process_age_s, step_shares
+from hvdtrain.plan.choice import Chosen
 from hvdtrain.strategies import STOP, parse
 from hvdtrain.system import exits, locks
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import consistency, elastic, manifest, observers, snapshot
-from hvdtrain.training.adaptive import Adaptive, average_optimizer
+from hvdtrain.training.adaptive import Adaptive, mean_optimizer
 from hvdtrain.training.balance import Balance
 from hvdtrain.training.checkpoint import Checkpoints, Loaded
 from hvdtrain.training.evaluation import Evaluator, Judge, timed_inference
@@ -79,7 +80,7 @@ class Loop:
         self._clock = Clock(replica.synchronize)
         self._at = Position(strategy=str(job.exchange))
         self._shapes = job.workload.model.vector_shapes(self._config.framework)
-        watched = job.auto and job.profile and job.ranks.hosts_count > 1 and not job.ranks.elastic
+        watched = job.auto and job.profile and (job.ranks.hosts_count > 1 or job.ranks.elastic)
         self._adaptive = Adaptive(job) if watched else None
         self._balance = Balance(self._plan.shares or ()) if self._config.shares == "measured" else None
         self._stopping = self._save_due = self._check_due = self._choose_due = self._published = False
@@ -154,8 +155,6 @@ class Loop:
                     self._transactions.abandon(before)
                     return None
                 progress.advance(note=f"loss {loss:.4f}")
-                if self._choose_due and not self._stopping:
-                    self._choose()
                 self._save_due |= bool(every and self._at.step % every == 0)
                 self._transactions.regroup()
                 if self._loader is not loader:
@@ -174,11 +173,14 @@ class Loop:
         return True
 
     def _due(self, last: bool) -> bool | None:
-        """Compare the replicas and save a checkpoint, if due.
+        """Choose the strategy, compare the replicas and save a checkpoint, if due.
 
         Returns False if the run has to stop, None if the members changed.
         """
-        world, strategy, loader = self._world, self._strategy, self._loader
+        world, loader = self._world, self._loader
+        if self._choose_due and not self._stopping and not world.suspended and not self._choose():
+            return None
+        strategy = self._strategy
         if self._check_due and strategy.in_sync and not world.suspended:
             if not self._transactions.attempt(lambda: consistency.check(self._replica.state(), self._data))[0]:
                 return None
@@ -199,6 +201,8 @@ class Loop:
         welcome, arrays = elastic.Welcome.read(message)
         at = self._at = Position(**welcome.position)
         self._check_due, self._save_due, self._stopping = welcome.due
+        if at.strategy != str(self._job.exchange):
+            self._use(at.strategy)
         snapshot.welcome(arrays, self._replica, self._strategy)
         self._world.step = at.step
         self._writer.close()
@@ -226,6 +230,9 @@ class Loop:
         self._checkpoints = self._new_checkpoints()
         self._loader, self._plan = elastic.divided(self._job, self._world, self._balance)
         elastic.keep_division(self._folder, self._world, self._plan)
+        if self._adaptive:
+            self._choose_due = False  # some ranks may not have read the request
+            self._adaptive.regroup(self._plan)
         if self._world.rank == 0 and self._records_of != 0:
             elastic.take_over(self._folder, self._records_of)
             self._writer.close()
@@ -301,28 +308,48 @@ class Loop:
         self._steps_of_strategy += 1
         return loss
 
-    def _choose(self) -> None:
-        """Choose the strategy again, change it if that pays, and record the choice. All ranks have the same weights."""
+    def _choose(self) -> bool:
+        """Choose the strategy again and change it if that pays, while all ranks have the same weights.
+
+        Returns False if the members changed meanwhile.
+        """
         assert self._adaptive is not None
-        began, before = time.perf_counter(), self._at.strategy
-        chosen = self._adaptive.again(before)
-        if chosen.strategy != before:
-            local = self._strategy.capabilities.local_updates
-            self._use(chosen.strategy)
-            if local and not self._strategy.capabilities.local_updates:
-                average_optimizer(self._replica, self._data)
-            consistency.check(self._replica.state(), self._data)
-        self._choose_due = False
-        seconds = time.perf_counter() - began
+        began, before, adaptive = time.perf_counter(), self._at.strategy, self._adaptive
+        local = self._strategy.capabilities.local_updates
+
+        def choose() -> tuple[Chosen, dict[str, Any] | None]:
+            chosen, state = adaptive.again(before), None
+            if chosen.strategy != before:
+                if local and not parse(chosen.strategy).capabilities.local_updates:
+                    state = mean_optimizer(self._replica, self._data)
+                consistency.check(self._replica.state(), self._data)
+            return chosen, state
+
+        def change(result: tuple[Chosen, dict[str, Any] | None]) -> None:
+            self._choose_due = False
+            if self._world.hosts_count == 1:  # all other hosts were lost meanwhile; when one comes back, all ask again
+                return
+            chosen, state = result
+            if chosen.strategy != before:
+                self._use(chosen.strategy)
+            if state is not None:
+                self._replica.load(state)
+            adaptive.settle()
+            self._record_choice(chosen, before, time.perf_counter() - began)
+
+        return self._transactions.attempt(choose, change)[0]
+
+    def _record_choice(self, chosen: Chosen, before: str, seconds: float) -> None:
+        assert self._adaptive is not None
         self._at.epoch_s += seconds
-        if self._world.rank == 0:
+        if self._world.rank == 0 or self._world.elastic:
             self._writer.write(
                 records.Chosen(
                     step=self._at.step,
                     strategy=chosen.strategy,
                     reason=chosen.reason,
                     choice_s=seconds,
-                    links=self._world.links,
+                    links=self._adaptive.links,
                 )
             )
         change = "kept" if chosen.strategy == before else f"instead of {before}"
@@ -332,6 +359,7 @@ class Loop:
         """Exchange by the strategy `name` from the next step on. Collective."""
         self._strategy = parse(name).make(self._config, self._data, self._shapes)
         self._replica.use(self._strategy)
+        self._transactions.use(self._strategy)
         self._at.strategy, self._steps_of_strategy = name, 0
 
     def _end_epoch(self, epoch: int) -> None:
@@ -478,6 +506,7 @@ class Loop:
         """Restore a checkpoint, with its strategy. Returns its position. Raises Failure (65, 78)."""
         at, running = self._position(loaded.progress, loaded.step), self._at.strategy
         if at.strategy != running:
+            elastic.check(self._job.workload.environment.launcher, parse(at.strategy), self._config)
             self._use(at.strategy)
             if loaded.others and not loaded.local and (refusal := self._strategy.reshard_refusal):
                 raise Failure(

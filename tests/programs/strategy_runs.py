@@ -73,7 +73,7 @@ def chosen(choices: list[str], steps: list[int], rank: int, folder: Path, *, req
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profiled, "AUTO_STEPS_S", 0.1)
         patch.setattr(profiled, "AUTO_CODING_S", 0.1)
-        patch.setattr(choice, "choose", lambda *_: choice.Chosen(second if _[4:] == (first,) else first, "forced"))
+        patch.setattr(choice, "choose", lambda *_: choice.Chosen(second if _[4:5] == (first,) else first, "forced"))
         counted, choose = adaptive.Adaptive.add, Loop._choose
 
         def add(self: Any, *step: Any) -> None:
@@ -83,13 +83,14 @@ def chosen(choices: list[str], steps: list[int], rank: int, folder: Path, *, req
         def asks(self: Any) -> float:
             return CHOOSE * (requests and getattr(self, "steps", 0) in steps)
 
-        def watched(self: Any) -> None:
+        def watched(self: Any) -> bool:
             parts = (self._replica.state, self._replica.local_state)
             before = [digest(part()) for part in parts]
-            choose(self)
+            counts = choose(self)
             after = [digest(part()) for part in parts]
             around.append([before, after])
             (folder / f"around-{rank}.json").write_text(json.dumps(around))
+            return counts
 
         patch.setattr(adaptive.Adaptive, "add", add)
         patch.setattr(adaptive.Adaptive, "request", property(asks))

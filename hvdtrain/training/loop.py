@@ -268,6 +268,7 @@ class Loop:
             if each.totals is not None:
                 at.learn(each.totals)
             self._stopping |= each.stop
+            self._choose_due |= each.choose  # short epochs may end before a request arrives in a step
         loss = done[0].loss
         if not math.isfinite(loss):
             raise Failure(

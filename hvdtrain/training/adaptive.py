@@ -7,7 +7,7 @@ links, and rank 0 chooses. If another strategy is clearly faster, all ranks chan
 becomes the usual one, so that the same change is not examined twice.
 
 In an elastic job all ranks also request a choice when the members have changed. It uses the links that were measured
-last, because the links of lost hosts are known already, and those of hosts that came back are as before. A rank of a
+last, because a lost host changes no other link, and a host that comes back has the same link as before. A rank of a
 host that has come back uses another rank's profile from before step 0.
 
 Weights and running statistics stay as they are. So does the optimizer's state, with one exception: after local steps
@@ -126,7 +126,7 @@ class Adaptive:
         self._plan, self._pace, self._regrouped = plan, Pace(), True
 
     def _scale(self, factor: float = 1.0) -> None:
-        """Multiply the profile's times by this factor, and by that of this rank's computation since the last choice."""
+        """Multiply the profile's times by this factor and by the recent change of this rank's computation."""
         usual, recent = self._pace.usual, self._pace.recent()
         if usual and recent and usual.compute_s:
             factor *= recent.compute_s / usual.compute_s

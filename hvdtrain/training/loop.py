@@ -312,7 +312,7 @@ class Loop:
     def _choose(self) -> bool:
         """Choose the strategy again and change it if that pays, while all ranks have the same weights.
 
-        Returns False if the members changed meanwhile.
+        Returns False if the members changed before all ranks knew the choice.
         """
         assert self._adaptive is not None
         began, before, adaptive = time.perf_counter(), self._at.strategy, self._adaptive
@@ -328,7 +328,7 @@ class Loop:
 
         def change(result: tuple[Chosen, dict[str, Any] | None]) -> None:
             self._choose_due = False
-            if self._world.hosts_count == 1:  # all other hosts were lost meanwhile; when one comes back, all ask again
+            if self._world.hosts_count == 1:  # the others were lost during the choice; if one comes back, all ask again
                 return
             chosen, state = result
             if chosen.strategy != before:

@@ -14,12 +14,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import LIMIT_S, PROGRAMS, ROOT, SMALL, Cluster, document, environment, finished, refused, until
 from runs import read_run, results
+from test_tcp import connected
+from thread_ranks import at_once
 
+from hvdtrain.comm.backends.base import LeaderGroup
+from hvdtrain.comm.feed import Player, Recorder
 from hvdtrain.launch.members import Members
 from hvdtrain.results.live import LiveRun
+from hvdtrain.strategies import REDUCERS, Reducer
+from hvdtrain.strategies.cost import elements
 from hvdtrain.system.exits import Failure
 
 FOUR = "a:1,b:1,c:1,d:1"
@@ -31,6 +38,48 @@ def on_one_machine(
     """Runs a command on this machine, which plays several hosts."""
     names = ",".join(f"127.0.0.{1 + host}:1" for host in range(hosts))
     return finished(["launch/mpirun.sh", "--elastic", "--quiet", *launcher, "-H", names, sys.executable, *words])
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("hierarchical", {}),
+        ("bf16", {}),
+        ("int8", {}),
+        ("int4", {}),
+        ("topk", {"density": 0.05}),
+        ("powersgd", {"bits": 4}),
+        ("powersgd", {"bits": 32, "rank": 1}),
+    ],
+)
+def test_what_one_host_records_gives_another_the_same_bits(name: str, settings: dict[str, Any]) -> None:
+    """A host that replays the recorded exchanges with zeros has the others' sums, and their state but the residual."""
+    shapes, steps = [(40, 30), (7,), (3, 3, 50), (1,)], 4
+    kind, size = REDUCERS[name], elements(shapes)
+    inputs = np.random.default_rng(0).normal(size=(3, steps, size)).astype(np.float32)
+
+    def reducer() -> Reducer:
+        return kind(shapes, kind.Settings(**settings))
+
+    def host(leaders: LeaderGroup) -> tuple[list[np.ndarray], Reducer, Recorder]:
+        own, recorder, vectors = reducer(), Recorder(leaders), [*inputs[leaders.index]]
+        for vector in vectors:
+            own.all_reduce(vector, recorder)
+            recorder.seal()
+        return vectors, own, recorder
+
+    with connected(3) as groups:
+        (sums, own, recorder), *others = at_once([lambda group=group: host(group) for group in groups])
+    replayed, exchanges = reducer(), recorder.take()
+    assert len(exchanges) == steps
+    for index, exchange in enumerate(exchanges):
+        vector = np.zeros(size, np.float32)
+        replayed.all_reduce(vector, Player(3, [exchange]))
+        assert [each[index].tobytes() for each in (sums, *(vectors for vectors, *_ in others))] == [
+            vector.tobytes()
+        ] * 3
+    for key, array in own.state().items():
+        assert key == own.residual_key or np.array_equal(replayed.state()[key], array)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +222,14 @@ def four() -> Iterator[Cluster]:
 class Run:
     """An elastic training on virtual hosts, in the background."""
 
-    def __init__(self, cluster: Cluster, folder: Path, *flags: str, launcher: Sequence[str] = ("--no-return",)) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: Path,
+        *flags: str,
+        launcher: Sequence[str] = ("--no-return",),
+        hosts: str = FOUR,
+    ) -> None:
         self.cluster, self.folder = cluster, folder
         many = [
             "launch/mpirun.sh",
@@ -181,7 +237,7 @@ class Run:
             "--quiet",
             *launcher,
             "-H",
-            FOUR,
+            hosts,
             sys.executable,
             "-m",
             "hvdtrain.resnet",
@@ -301,7 +357,7 @@ def test_local_sgd_continues_and_keeps_the_local_changes(framework: str, four: C
     [("torch", "powersgd", "a"), ("tensorflow", "local-sgd:every=2,staleness=1+powersgd:rank=4,bits=4", "c")],
 )
 def test_a_lost_host_comes_back(framework: str, strategy: str, host: str, four: Cluster, tmp_path: Path) -> None:
-    """It gets the state of the others between two steps. Every replica is compared after each step or averaging."""
+    """It catches up while the others train. Every replica is compared after each step or averaging."""
     folder = tmp_path / "run"
     flags = ["--strategy", strategy, "--epochs", "400", "--check-replicas", "1", "--framework", framework]
     flags += ["--global-batch-size", "96", "--epoch-samples", "480", "--evaluate-samples", "32"]
@@ -327,6 +383,30 @@ def test_a_lost_host_comes_back(framework: str, strategy: str, host: str, four: 
     assert str(LiveRun(folder).frame().members).startswith(", ".join([*others, host]))
     back = read_run(folder, 4 if host == "a" else "abcd".index(host))
     assert [step.step for step in back["step"]] == steps, "its records continue those of rank 0"
+
+
+@pytest.mark.root
+def test_hosts_come_back_one_after_the_other(four: Cluster, tmp_path: Path) -> None:
+    """The second one connects to the first, which has two ranks. Replicas and the average of the weights are equal."""
+    folder = tmp_path / "run"
+    flags = ["--strategy", "topk:density=0.05", "--ema", "0.9", "--epochs", "400", "--check-replicas", "1"]
+    flags += ["--global-batch-size", "96", "--epoch-samples", "480", "--evaluate-samples", "32"]
+    run = Run(four, folder, *flags, launcher=[], hosts="a:1,b:2,c:1")
+    try:
+        for host in ("b", "c"):
+            before = views(folder) if host == "c" else []
+            run.wait_for_step(before[-1].step + 5 if before else 5)
+            run.kill(host)
+            count = len(before) + 2
+            until(lambda count=count: run.process.poll() is not None or len(views(folder)) == count, what=run.text)
+        run.wait_for_step(views(folder)[-1].step + 10)
+        run.process.terminate()
+        assert run.process.wait(LIMIT_S) == 75, run.text()
+    finally:
+        run.process.kill()
+    found = read_run(folder)
+    assert [view.members for view in found["view"]] == [["a", "c"], ["a", "c", *"bb"], ["a", *"bb"], ["a", *"bb", "c"]]
+    check_samples(found, 480)
 
 
 def views(folder: Path) -> Any:

@@ -43,8 +43,8 @@ def train(*flags: str, ranks: int = 1, framework: str = "torch") -> Any:
     """Train ResNet-34 under torchrun, which needs no MPI. Returns the summary."""
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--no-python", sys.executable]
-    launcher = torchrun if ranks > 1 else []
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--no-python"]
+    launcher = [*torchrun, sys.executable] if ranks > 1 else []
     return document(finished([sys.executable, *launcher, *TRAIN, "--framework", framework, *flags]))
 
 

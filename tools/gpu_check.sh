@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests marked `gpu` with a Python that has a CUDA build of PyTorch. Needs no network and no `make setup`.
+# Runs the GPU tests with a Python that has a CUDA build of PyTorch. Needs no network and no `make setup`.
 #
 #     tools/gpu_check.sh [WHEELS] [PYTEST_OPTION...]
 #
@@ -20,4 +20,4 @@ if [[ $wheels ]]; then
     "$python" -m pip install --quiet --no-index --no-deps --target "$packages" "$wheels"/*.whl
 fi
 export PYTHONPATH=$PWD:$packages${PYTHONPATH:+:$PYTHONPATH}
-"$python" -m pytest -m gpu -rs "$@" tests
+"$python" -m pytest -m gpu -rs "$@" tests/test_gpu.py

@@ -11,8 +11,9 @@ reached it, and so hold the result. After a loss there are three cases:
     all survivors wait in the barrier    each holds the result, and the transaction counts
     otherwise                            no rank has passed it: the transaction is repeated by the new members
 
-The ranks of a host that has come back are alone in a view of their own until they are `ready`. Rank 0 then asks for the
-next view between two steps (`admit`), and sends them its state (`hand_over`).
+The ranks of a host that has come back are alone in a view of their own until they are `ready`. Rank 0 sends them its
+state, and what it exchanges from then on (`follow`), while all others train. When they have caught up, it asks for the
+next view between two steps (`admit`), and sends them the rest (`hand_over`).
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ import os
 import socket
 import statistics
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.backends.base import Endpoint
+from hvdtrain.comm.backends.base import Endpoint, LeaderGroup
 from hvdtrain.comm.backends.tcp import NOTHING, TcpCommunicator
 from hvdtrain.comm.errors import PeerLost
+from hvdtrain.comm.feed import Follower, Place, Recorder
 from hvdtrain.comm.stream import MAX_MESSAGE_BYTES, swap
 from hvdtrain.launch.agent import FD
 from hvdtrain.system import exits
@@ -92,6 +94,8 @@ class Channel:
         """If this rank joins a running job: the argument of `begin` in the other ranks"""
         self.newcomers = 0
         """Hosts that are ready to take part again"""
+        self.places: list[Place] = []
+        """Where the leaders of those hosts wait for the state of rank 0"""
         self.newest = View.read(hello["view"])
         threading.Thread(target=self._read, args=(reader,), name="hvdtrain-views", daemon=True).start()
 
@@ -107,6 +111,7 @@ class Channel:
                     self.newest = View.read(message["view"])
                 elif "newcomers" in message:
                     self.newcomers = message["newcomers"]
+                    self.places = [Place(*place) for place in message["places"]]
                 else:
                     self._gathered[message["of"], message["gathered"]] = message["data"]
                 self._changed.notify_all()
@@ -180,6 +185,8 @@ class ElasticCommunicator(TcpCommunicator):
         self.suspended = self._lost = self._prepared = False
         self._commits = 0
         self._pace: list[float] = []
+        self.tap: LeaderGroup | None = None
+        """On a leader: what exchanges use instead of the leaders. A `Recorder` or a `Player`"""
         self.on_interrupt: Callable[[], None] = lambda: None
         """Called in any thread when a host was lost, to interrupt other connections between the ranks too"""
         super().__init__(rendezvous, endpoint)
@@ -202,13 +209,60 @@ class ElasticCommunicator(TcpCommunicator):
             self._channel.send({"pace": statistics.median(self._pace)})
             self._pace.clear()
 
+    @property
+    def leaders(self) -> LeaderGroup | None:
+        return self.tap or self._leaders
+
+    @property
+    def places(self) -> list[Place]:
+        """On rank 0: where the leaders of hosts that have come back wait for its state."""
+        return self._channel.places if self.rank == 0 and self._channel.newcomers and not self.suspended else []
+
     def join(self) -> None:
         self._channel.newer(self.view.number, {"ready": True})
         self.lost()
 
-    def admit(self) -> None:
+    def follow(self) -> Iterator[np.ndarray]:
+        """If `joining`: yield the messages of rank 0's `Feed` until this rank may take part. `recover` follows.
+
+        After a loss another rank 0 begins again.
+        """
+        while self.view.number == self._channel.newest.number:
+            follower, ready = None, dict[str, Any](ready=True)
+            if self._leader is None:
+                follower = Follower(self._endpoint, self.job_key, self.number)
+                self.on_interrupt = follower.stop
+                ready["place"] = follower.place
+            self._channel.send(ready)
+            if self._channel.newest.number != self.view.number and follower is not None:
+                follower.stop()
+            try:
+                while (message := self._from_leader(follower)) is not None:
+                    yield message
+                    self.gather(None)  # all ranks of this host have used it
+                    if follower is not None:
+                        follower.acknowledge()
+            except PeerLost:
+                pass  # a newer view
+            finally:
+                self.on_interrupt = lambda: None
+                if follower is not None:
+                    follower.close()
+        self.lost()
+
+    def _from_leader(self, follower: Follower | None) -> np.ndarray | None:
+        """Return the follower's next message on all ranks of this host; None if there are no more."""
+        if follower is None:
+            shared = swap(None, None, self._leader)
+            return shared if shared.size else None
+        message = follower.next()
+        for member in self._members:
+            swap(member, NOTHING if message is None else message, None)
+        return message
+
+    def admit(self, ranks: Sequence[int] | None = None) -> None:
         if self.rank == 0 and self._channel.newcomers and not self.suspended:
-            self._channel.newer(self.view.number, {"admit": self.view.number})
+            self._channel.newer(self.view.number, {"admit": self.view.number, "ranks": ranks})
             self.lost()
 
     def hand_over(self, state: Callable[[], bytes]) -> bytes:
@@ -240,6 +294,8 @@ class ElasticCommunicator(TcpCommunicator):
         self._prepared = True
         self.gather_bytes(b"")
         self._commits, self._prepared = self._commits + 1, False
+        if isinstance(self.tap, Recorder):
+            self.tap.seal()
 
     def commit(self) -> None:
         try:
@@ -272,6 +328,8 @@ class ElasticCommunicator(TcpCommunicator):
         if self._commits < most - (1 if self._prepared else 0) and not self.joining:
             raise RuntimeError(f"this rank has committed {self._commits} times, another one {most} times")
         self._commits, self._prepared = most + complete, False
+        if isinstance(self.tap, Recorder) and counts:
+            self.tap.seal()
         self._channel.send({"joined": view.number})
         return counts
 

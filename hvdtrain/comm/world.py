@@ -87,8 +87,9 @@ class RankGroup:
         group = cls(rendezvous, sentinel, loopback)
         sentinel.join(group.gather)
         if joining and loopback.address != own:
-            others = [address for host, address in joining.channel.addresses.items() if host != own]
-            sentinel.route = interfaces.route(interfaces.addresses(), {}, others[0], interfaces.preferred_networks())
+            other = next(address for host, address in joining.channel.addresses.items() if host != own)
+            remote = {"": socket.gethostbyname(other)}
+            sentinel.route = interfaces.route(interfaces.addresses(), remote, other, interfaces.preferred_networks())
         if route := sentinel.route:
             return dataclasses.replace(group, endpoint=Endpoint(route.source, route.device))
         if sentinel.hosts > 1:

@@ -203,12 +203,14 @@ class ElasticJob:
             self._began.add(rank)
             self._hello["begun"] = message["began"]
         elif "ready" in message:
-            next(host for host in self._hosts if rank in host.ranks).ready.add(rank)
+            host = next(host for host in self._hosts if rank in host.ranks)
+            host.ready.add(rank)
+            host.place = message.get("place", host.place)
             self._announce()
         elif "pace" in message:
             self._heed_pace(next(index for index, host in enumerate(self._hosts) if rank in host.ranks), rank, message)
         elif "admit" in message and message["admit"] == self._members.number:
-            self._admit()
+            self._admit(message["ranks"])
         elif "joined" in message and message["joined"] == self._members.number:
             self._joined.add(rank)
             if self._joined == {*self._ranks()}:
@@ -309,7 +311,7 @@ class ElasticJob:
         view = {"number": number, "ranks": host.ranks, "hosts": [host.name] * len(host.ranks), "reason": ""}
         host.process, host.line = self._agent(host.name, host.address, host.ranks, view)
         host.heard_at, host.lost, host.running, host.ready = time.monotonic() + START_S, False, {*host.ranks}, set()
-        host.pace_s, host.slow = {}, 0
+        host.place, host.pace_s, host.slow = None, {}, 0
 
     def _heed_pace(self, index: int, rank: int, message: dict[str, Any]) -> None:
         """Put out a host that computes `slowest` times as long as the others do, in SLOW_REPORTS reports in a row."""
@@ -329,11 +331,14 @@ class ElasticJob:
 
     def _announce(self) -> None:
         """Send the members the number of hosts that are ready to take part again. Rank 0 answers between two steps."""
-        self._tell({"newcomers": len(self._newcomers())})
+        hosts = [self._hosts[index] for index in self._newcomers()]
+        self._tell({"newcomers": len(hosts), "places": [host.place for host in hosts if host.place]})
 
-    def _admit(self) -> None:
-        """Rank 0 waits for the next view."""
+    def _admit(self, ranks: Sequence[int] | None) -> None:
+        """Rank 0 waits for the next view. `ranks`: a rank of each host to take in; None for all."""
         hosts = self._newcomers()
+        if ranks is not None:
+            hosts = [index for index in hosts if not {*ranks}.isdisjoint(self._hosts[index].ranks)]
         self._members.take_back(hosts)
         names = " and ".join(self._hosts[index].name for index in hosts)
         reason = f"{names} came back" if hosts else "a host came back, and was lost again"

@@ -6,6 +6,7 @@ import dataclasses
 import statistics
 import subprocess
 from collections.abc import Sequence
+from typing import Any
 
 from hvdtrain.launch.agent import Line
 
@@ -29,6 +30,8 @@ class Host:
     """Its ranks that have not ended"""
     ready: set[int] = dataclasses.field(default_factory=set)
     """After it was lost: its new ranks that are ready to take part again"""
+    place: list[Any] | None = None
+    """Where its first new rank waits for the state of rank 0: see `comm.feed`"""
     pace_s: dict[int, float] = dataclasses.field(default_factory=dict)
     """The newest report of each rank: how long it computes in a step"""
     slow: int = 0

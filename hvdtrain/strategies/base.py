@@ -151,12 +151,32 @@ class Strategy(abc.ABC):
         """The weights from which all ranks have trained on their own since; None if those of the replica are equal."""
         return None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no exchange runs in the background."""
+        return True
+
     def newcomer_state(self) -> dict[str, np.ndarray]:
         """Return what a new rank needs for the next exchange, besides the common weights and the optimizer's state."""
+        return self.counters()
+
+    def counters(self) -> dict[str, np.ndarray]:
+        """Return the part of `newcomer_state` that `replay` does not keep up to date."""
         return {}
 
     def welcome(self, replica: Vectors, state: dict[str, np.ndarray]) -> None:  # noqa: B027 (only elastic ones)
-        """Take part from the next step on. `state`: a member's `newcomer_state`. `replica` has the common weights."""
+        """Take part from the next step on. `replica` has the common weights.
+
+        `state`: a member's `newcomer_state`, or after `replay` its `counters`.
+        """
+
+    def replay(self, replica: Vectors, vector: np.ndarray, lr: float, exchanges: int) -> None:
+        """Repeat the recorded exchanges of a step of the others, and so update the common weights of `replica`.
+
+        `vector`: zeros instead of gradients and tail. The leaders are a `comm.feed.Player`. Exchanges must not be
+        confirmed.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is elastic, but has no method `replay`")
 
     def state(self) -> dict[str, np.ndarray]:
         """Return what this rank needs to continue as if it had never been interrupted."""

@@ -58,7 +58,8 @@ class Welcome:
     """The job that holds the lock of the run folder: see `locks.job`"""
     manifest: dict[str, Any]
     metrics: str
-    """Rank 0's records so far"""
+    """Rank 0's records from byte `metrics_at` on"""
+    metrics_at: int = 0
 
     def as_bytes(self, arrays: dict[str, np.ndarray]) -> bytes:
         document = zlib.compress(json.dumps(dataclasses.asdict(self)).encode())
@@ -168,15 +169,18 @@ def records_number(world: Communicator, ranks: int) -> int:
     return world.number if world.number or not world.joining else ranks
 
 
-def copy_records(folder: Path, number: int, welcome: Welcome) -> None:
-    """Give a rank that has come back the manifest, and the records of rank 0, because its old records have a gap."""
+def copy_records(folder: Path, number: int, welcome: Welcome, earlier: str) -> None:
+    """Give a rank that has come back the manifest, and the records of rank 0, because its old records have a gap.
+
+    `earlier`: rank 0's records up to a byte at or after `welcome.metrics_at`.
+    """
     locks.join(welcome.lock)
     if not (folder / manifest.NAME).exists():
         records.write_document(folder / manifest.NAME, welcome.manifest)
     path = folder / "metrics" / f"rank{number:04d}.jsonl"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(welcome.metrics)
+        path.write_bytes(earlier.encode()[: welcome.metrics_at] + welcome.metrics.encode())
     except OSError as error:
         raise files.unwritable(path, error, "choose another --run-dir") from error
 

@@ -38,6 +38,7 @@ from hvdtrain.training.adaptive import Adaptive, mean_optimizer
 from hvdtrain.training.balance import Balance
 from hvdtrain.training.checkpoint import Checkpoints, Loaded
 from hvdtrain.training.evaluation import Evaluator, Judge, timed_inference
+from hvdtrain.training.joining import Joining
 from hvdtrain.training.summary import show_shares
 from hvdtrain.training.train_state import Position
 
@@ -71,8 +72,14 @@ class Loop:
         self._records_of = elastic.records_number(self._world, self._plan.ranks)
         """Number of the file that this rank writes; 0 from the time when it takes over from a lost rank 0"""
         self._writer = observers.writer(self._config, folder, self._records_of)
+        self._joining = Joining(self._world, replica, job.strategy, self._welcome, self._enter, self._use)
         self._transactions = elastic.Transactions(
-            self._world, replica, job.strategy, self._adopt, lambda totals: self._at.learn(totals), self._hand_over
+            self._world,
+            replica,
+            job.strategy,
+            self._adopt,
+            lambda totals: self._at.learn(totals),
+            self._joining.hand_over,
         )
         self._observers = observers.Observers(
             self._config, self._plan.steps, folder, world=self._world, replica=replica, say=self._say
@@ -116,7 +123,7 @@ class Loop:
             watching.enter_context(self._observers.watching(self._at.step))
             self._began_unix_s, self._nic_began = time.time(), self._world.nic_counters()
             if self._world.joining:
-                self._world.join()
+                self._joining.follow()
                 self._transactions.regroup()
             while self._at.epoch < self._config.epochs and not self._at.reached(self._target, self._metric):
                 if not self._epoch(self._at.epoch):
@@ -144,7 +151,7 @@ class Loop:
         ):
             for end in ends:
                 last = end == ends[-1]
-                self._world.admit()
+                self._joining.admit()
                 before = self._transactions.statistics()
                 try:
                     with self._observers.step(self._at.step):
@@ -193,32 +200,26 @@ class Loop:
                 return False
         return True if self._loader is loader else None
 
-    def _hand_over(self) -> None:
-        """Give the state of rank 0 to ranks whose host has come back. Collective."""
-        message = self._world.hand_over(self._welcome)
-        if not self._world.joining:
-            return
-        welcome, arrays = elastic.Welcome.read(message)
-        at = self._at = Position(**welcome.position)
-        self._check_due, self._save_due, self._stopping = welcome.due
-        if at.strategy != str(self._job.exchange):
-            self._use(at.strategy)
-        snapshot.welcome(arrays, self._replica, self._strategy)
-        self._world.step = at.step
-        self._writer.close()
-        elastic.copy_records(self._folder, self._records_of, welcome)
-        self._writer = observers.writer(self._config, self._folder, self._records_of)
-        self._world.joining = False
-
-    def _welcome(self) -> bytes:
-        """Return the state of this rank 0 for ranks whose host has come back."""
+    def _welcome(self, metrics_at: int) -> elastic.Welcome:
+        """Return the position of this rank 0 for ranks whose host has come back."""
+        metrics = (self._folder / "metrics" / "rank0000.jsonl").read_bytes()
         return elastic.Welcome(
             position=dataclasses.asdict(self._at),
             due=[self._check_due, self._save_due, self._stopping],
             lock=locks.job(),
             manifest=json.loads((self._folder / manifest.NAME).read_text()),
-            metrics=(self._folder / "metrics" / "rank0000.jsonl").read_text(),
-        ).as_bytes(snapshot.for_newcomers(self._replica, self._strategy))
+            metrics=metrics[metrics_at:].decode(),
+            metrics_at=metrics_at,
+        )
+
+    def _enter(self, welcome: elastic.Welcome, earlier: str) -> None:
+        """Continue at the position of rank 0, as a rank whose host has come back. `earlier`: see `copy_records`."""
+        at = self._at = Position(**welcome.position)
+        self._check_due, self._save_due, self._stopping = welcome.due
+        self._world.step = at.step
+        self._writer.close()
+        elastic.copy_records(self._folder, self._records_of, welcome, earlier)
+        self._writer = observers.writer(self._config, self._folder, self._records_of)
 
     def _adopt(self, lost_s: float) -> None:
         """Divide the rest of the epoch among the present members. Collective."""
@@ -261,9 +262,12 @@ class Loop:
             self._check_due = True
         if last or self._choose_due or (self._check_due and self._strategy.in_sync):
             done.append(self._strategy.synchronize(self._replica, clock))
+        decay = None
         if self._config.ema and any(each.totals is not None for each in done):  # all ranks know the same weights
+            decay = at.averaging_decay(self._config.ema)
             with clock.span("compute"):
-                self._replica.average(at.averaging_decay(self._config.ema), self._strategy.shared_weights)
+                self._replica.average(decay, self._strategy.shared_weights)
+        self._joining.add_step(lr, decay)
         for each in done:
             if each.totals is not None:
                 at.learn(each.totals)
@@ -357,10 +361,13 @@ class Loop:
         self._say(f"strategy       {chosen.strategy} from step {self._at.step}, {change}: {chosen.reason}")
 
     def _use(self, name: str) -> None:
-        """Exchange by the strategy `name` from the next step on. Collective."""
+        """Exchange by the strategy `name` from the next step on. Does nothing if it runs already."""
+        if name == self._at.strategy:
+            return
         self._strategy = parse(name).make(self._config, self._data, self._shapes)
         self._replica.use(self._strategy)
         self._transactions.use(self._strategy)
+        self._joining.use(self._strategy)
         self._at.strategy, self._steps_of_strategy = name, 0
 
     def _end_epoch(self, epoch: int) -> None:

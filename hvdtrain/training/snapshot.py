@@ -37,14 +37,19 @@ def taken(replica: Replica, strategy: Strategy) -> tuple[Arrays, Arrays]:
     return shared, local | drift
 
 
-def for_newcomers(replica: Replica, strategy: Strategy) -> Arrays:
-    """Return the arrays that a new rank needs, from a rank that waits for no exchange: see `welcome`."""
+def for_newcomers(replica: Replica, strategy: Strategy, *, caught_up: bool = False) -> Arrays:
+    """Return the arrays that a new rank needs, from a rank that waits for no exchange: see `welcome`.
+
+    `caught_up`: the new rank has repeated the exchanges, so that it has the weights already.
+    """
+    local = {f"buffer.{name}": array for name, array in replica.local_state().items()}
+    if caught_up:
+        return local | {f"strategy.{name}": array for name, array in strategy.counters().items()}
     own, common = replica.weights().copy(), strategy.common_weights
     if common is not None:
         replica.set_weights(common)
     state = {f"state.{name}": array.copy() for name, array in replica.state().items()}
     replica.set_weights(own)
-    local = {f"buffer.{name}": array for name, array in replica.local_state().items()}
     return state | local | {f"strategy.{name}": array for name, array in strategy.newcomer_state().items()}
 
 
@@ -54,7 +59,8 @@ def welcome(arrays: Arrays, replica: Replica, strategy: Strategy) -> None:
     for name, array in arrays.items():
         prefix, _, rest = name.partition(".")
         parts[prefix][rest] = array
-    replica.load(parts["state"])
+    if parts["state"]:
+        replica.load(parts["state"])
     replica.load_local(parts["buffer"])
     strategy.welcome(replica, parts["strategy"])
 

@@ -91,6 +91,14 @@ class LeaderGroup:
         """
         return iter(())
 
+    def all_gather_streamed(self, part: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """Send a part to all other hosts; yield (host, bytes) for each host's part, this host's last.
+
+        All parts have the same length. An exchange ends with it if all hosts get the same result: see `comm.feed`.
+        """
+        yield from self.all_to_all_streamed(lambda _: part, even=True)
+        yield self.index, part.view(np.uint8)
+
 
 class TorchStep:
     """A training step of one rank in PyTorch that exchanges nothing during backward. Backends extend it."""
@@ -235,8 +243,11 @@ class Communicator:
     def join(self) -> None:
         """If `joining`: wait until the others let this rank take part. `recover` follows."""
 
-    def admit(self) -> None:
-        """Let hosts that have come back take part from the next step on, if there are any. `recover` follows then."""
+    def admit(self, ranks: Sequence[int] | None = None) -> None:
+        """Let hosts that have come back take part from the next step on, if there are any. `recover` follows then.
+
+        `ranks`: a rank of each of them; None for all.
+        """
 
     def hand_over(self, state: Callable[[], bytes]) -> bytes:
         """Send rank 0's state to the ranks that are `joining`. Returns it there. Collective."""

@@ -236,18 +236,33 @@ class LocalSGD(Synchronous):
             self._all_samples = sum(self._world.gather(self._samples))
 
     @property
+    def is_idle(self) -> bool:
+        return not self._in_flight
+
+    @property
     def common_weights(self) -> np.ndarray | None:
         return None if self.in_sync else self._anchor
 
     def newcomer_state(self) -> dict[str, np.ndarray]:
         residual = f"inner.{self._reducer.residual_key}"
         state = {name: array for name, array in self.state().items() if name.startswith("inner.") and name != residual}
-        return state | {
-            "steps": np.array(self._steps),
-            "velocity": self._velocity,
-            "round": np.array([self._drifted, 0, self._all_samples]),
-            "totals": np.zeros_like(self._tail),
-        }
+        return state | {"velocity": self._velocity} | self.counters()
+
+    def counters(self) -> dict[str, np.ndarray]:
+        round_ = np.array([self._drifted, 0, self._all_samples])
+        return {"steps": np.array(self._steps), "round": round_, "totals": np.zeros_like(self._tail)}
+
+    def replay(self, replica: Vectors, vector: np.ndarray, lr: float, exchanges: int) -> None:
+        if self._steps < self.settings.start:
+            self._steps += 1
+            super().replay(replica, vector, lr, exchanges)
+            self._anchor = replica.weights().copy()
+            return
+        for _ in range(exchanges):
+            vector[:] = 0
+            reduce(self._world, self._reducer, vector, self._size)
+            self._anchor = self._anchor + self._outer(vector[: self._size])
+        replica.set_weights(self._anchor)
 
     def welcome(self, replica: Vectors, state: dict[str, np.ndarray]) -> None:
         super().welcome(replica, state)

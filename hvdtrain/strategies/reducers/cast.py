@@ -44,7 +44,7 @@ class BF16(Reducer):
         if self._messages.shape != (leaders.count, size):
             self._messages = np.zeros((leaders.count, size), np.uint16)  # the last parts may be shorter
         messages = self._messages
-        own, message = parts[leaders.index], messages[leaders.index]
+        own = parts[leaders.index]
 
         def encoded(host: int) -> np.ndarray:
             encode(parts[host], messages[host])
@@ -52,10 +52,8 @@ class BF16(Reducer):
 
         for _, received in leaders.all_to_all_streamed(encoded, even=True):
             decode(received.view(np.uint16), own, add=True)
-        encoded(leaders.index)
-        for host, received in leaders.all_to_all_streamed(lambda _: message, even=True):
+        for host, received in leaders.all_gather_streamed(encoded(leaders.index)):
             decode(received.view(np.uint16), parts[host])
-        decode(message, own)
 
 
 def encode(values: np.ndarray, message: np.ndarray) -> None:

@@ -59,10 +59,8 @@ def quantized_sum(values: np.ndarray, leaders: LeaderGroup, bits: int) -> np.nda
     for _, received in leaders.all_to_all_streamed(encoded, even=True):
         decode(received, others, bits, add=True)
     parts[index] += others
-    message = encode(parts[index], bits)
-    for host, received in leaders.all_to_all_streamed(lambda _: message, even=True):
+    for host, received in leaders.all_gather_streamed(encode(parts[index], bits)):
         decode(received, parts[host], bits)
-    decode(message, parts[index], bits)
     np.subtract(parts[index], others, out=included[index])
     values[:] = parts.reshape(-1)[: values.size]
     return included.reshape(-1)[: values.size]

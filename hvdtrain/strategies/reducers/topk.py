@@ -25,7 +25,6 @@ compression", 2019 (both phases).
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -83,10 +82,7 @@ class TopK(Reducer):
             positions, numbers = code.decode(message)
             own[positions] += numbers
         values[:] = 0
-        outcome = extract(own, code)
-        for host, message in itertools.chain(
-            leaders.all_to_all_streamed(lambda _: outcome, even=True), [(leaders.index, outcome)]
-        ):
+        for host, message in leaders.all_gather_streamed(extract(own, code)):
             positions, numbers = code.decode(message)
             part = values[host * code.size : (host + 1) * code.size]
             inside = positions < part.size

@@ -119,6 +119,57 @@ def test_a_rank_in_the_next_epoch_and_one_in_the_evaluation_continue_together(tm
     assert len(found["epoch"]) == 3
 
 
+def test_a_host_that_becomes_slow_stays_with_a_smaller_share(tmp_path: Path) -> None:
+    """At the end of an epoch and after the loss of rank 0, batches are divided by the pace of the ranks."""
+    folder, roles = tmp_path / "run", json.dumps({"slow": [2, 10], "dies": [0, 25]})
+    flags = [*SMALL, "--strategy", "powersgd", "--epochs", "5", "--check-replicas", "1", "--evaluate-samples", "32"]
+    words = [str(PROGRAMS / "elastic_roles.py"), str(tmp_path), roles, *flags, "--run-dir", str(folder)]
+    done = on_one_machine(3, *words, "--shares", "measured")
+    assert done.returncode == 0, done.stderr
+    manifest, found = json.loads((folder / "manifest.json").read_text()), read_run(folder)
+    check_samples(found, manifest["data"]["train"])
+    (view,) = found["view"]
+    divided = [epoch.shares for epoch in found["epoch"][:2]]
+    assert divided[1][2] < min(divided[1][:2]) / 3, "rank 2 became slow in the second epoch"
+    assert view.members == ["127.0.0.2", "127.0.0.3"] and view.shares[1] < view.shares[0] / 3
+    samples = [[step.samples for step in read_run(folder, rank)["step"]] for rank in (1, 2)]
+    assert samples[0][-2] > 3 * samples[1][-2]
+    later = [epoch.shares for epoch in found["epoch"] if epoch.shares and epoch.step > view.step]
+    kept = manifest["plan"]
+    assert (kept["ranks"], kept["shares"]) == (2, [view.shares, *later][-1]), "for a resume"
+    shown = {row["what"]: row["value"] for row in results("show", folder)["tables"][0]["rows"]}
+    assert ":".join(f"{share:g}" for share in view.shares) + " from step" in shown["divisions"]
+
+
+def test_auto_chooses_again_when_members_change(tmp_path: Path) -> None:
+    """From exact sums to local steps and back.
+
+    Rank 0 dies in a step, rank 3 during the choice that follows. Hosts come back while another strategy runs than at
+    the start. Every replica is compared after each step or averaging.
+    """
+    exact, local = "hierarchical", "local-sgd:every=2,staleness=1+powersgd:rank=4"
+    folder, roles = tmp_path / "run", {"choices": [exact, local], "dies": [0, 15], "chooses": [3, 1], "stops": [1, 3]}
+    flags = [*SMALL, "--strategy", "auto", "--epochs", "999", "--check-replicas", "1", "--evaluate-samples", "32"]
+    words = [str(PROGRAMS / "elastic_roles.py"), str(tmp_path), json.dumps(roles), *flags, "--run-dir", str(folder)]
+    done = on_one_machine(4, *words, "--checkpoint-epochs", "0", launcher=[])
+    assert done.returncode == 75, done.stderr
+    found = read_run(folder)
+    first, second, *returned = found["view"]
+    assert (first.ranks, second.ranks) == (3, 2) and "127.0.0.2" in second.members
+    assert returned and "came back" in returned[0].reason
+    to_local, to_exact, *more = found["chosen"]
+    assert (to_local.strategy, to_exact.strategy) == (local, exact)
+    assert first.step <= second.step < to_local.step <= returned[0].step < to_exact.step
+    steps = [step.step for step in found["step"]]
+    assert steps == list(range(len(steps)))
+    sends = {step.step: step.bytes_sent > 0 for step in found["step"]}
+    assert not all(sends[step] for step in range(to_local.step, returned[0].step)), "local steps send nothing"
+    until_step = more[0].step if more else len(steps)
+    assert all(sends[step] for step in [*range(to_local.step), *range(to_exact.step, until_step)])
+    back = read_run(folder, 3 if "127.0.0.4" in returned[0].members else 4)
+    assert [step.step for step in back["step"]] == steps, "its records continue those of rank 0"
+
+
 def test_a_view_needs_half_of_the_last_one_in_which_all_were_connected() -> None:
     members = Members(4, 1)
     assert members.lose(3) is None

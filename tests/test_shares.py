@@ -6,6 +6,7 @@ import itertools
 import json
 import runpy
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import ImageSplit
 from hvdtrain.data.loader import Loader
 from hvdtrain.strategies import shares as unequal_shares
-from hvdtrain.strategies.shares import DIGITS, MIN_TRIALS, TOLERANCE, measure, shares_of
+from hvdtrain.strategies.shares import DIGITS, GAIN, MIN_TRIALS, TOLERANCE, measure, renewed, shares_of
 
 
 def numpy_training() -> tuple[np.ndarray, list[float]]:
@@ -183,6 +184,29 @@ def test_a_rank_that_is_never_slower_never_gets_less_and_equal_ranks_get_the_sam
             assert share >= other
         if speeds == others:
             assert share == other
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 1), st.floats(1e-3, 1)), min_size=2, max_size=5), st.floats(0.1, 10))
+def test_batches_are_divided_again_only_if_the_slowest_rank_gains_enough(
+    ranks: list[tuple[float, float]], slower: float
+) -> None:
+    kept = [share / sum(share for share, _ in ranks) for share, _ in ranks]
+    pace = [seconds for _, seconds in ranks]
+
+    def slowest_s(shares: Sequence[float]) -> float:
+        return max(share * seconds for share, seconds in zip(shares, pace, strict=True)) / sum(shares)
+
+    shares = renewed(kept, kept, pace)
+    best_s = 1 / sum(1 / seconds for seconds in pace)
+    if shares != tuple(kept):
+        assert best_s <= (1 - GAIN) * slowest_s(kept) * (1 + 1e-9)
+        assert shares == pytest.approx([best_s / seconds for seconds in pace], abs=10.0**-DIGITS)
+    else:
+        assert best_s >= (1 - GAIN) * slowest_s(kept) * (1 - 1e-9)
+    assert renewed(kept, [None] * len(kept), [None] * len(kept)) == tuple(kept)
+    # A rank that was measured to be as fast as the first one, and has come back since the others became slower.
+    even = renewed([0.25] * 4, [0.25, 0.5, 0.25, None], [slower, slower / 2, slower, None])
+    assert even[0] == even[2] and even[3] == pytest.approx(sum(even[:3]) / 3, abs=1e-3)
 
 
 @pytest.fixture(scope="module")

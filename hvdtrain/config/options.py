@@ -124,7 +124,8 @@ class Communication:
     """Unequal shares of each batch: measured, or e.g. 3:1
 
     One number per rank, in order of ranks: a rank with share 3 gets three times the samples of one with share 1.
-    measured: hvdtrain measures the speed of each rank before step 0. Needs a strategy on hvdtrain's TCP backend."""
+    measured: hvdtrain measures the speed of each rank before step 0, and divides again at the end of an epoch if the
+    speeds have changed. Needs a strategy on hvdtrain's TCP backend."""
     stages: int = bounded(1, least=1)
     """Pipeline stages
 

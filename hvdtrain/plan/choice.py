@@ -25,7 +25,7 @@ WORTH = 1.03
 GAIN = 1.1
 """A strategy that runs stays unless it takes this many times as long as the chosen one"""
 FAST_LINK = Link.of_rate(10e9)
-"""Assumed for links that could not be measured"""
+"""Assumed if no link could be measured"""
 
 
 class Chosen(NamedTuple):
@@ -56,11 +56,12 @@ def choose(
     exchanges: Sequence[Exchange],
     global_batch: int,
     current: str | None = None,
+    links: Sequence[Mapping[str, Any]] | None = None,
 ) -> Chosen:
     """Return the strategy and the reason, equal on all ranks. Collective.
 
     `profile`: of this rank, measured while all ranks compute. `exchanges`: what to choose from. `current`: the strategy
-    that runs, if one does.
+    that runs, if one does. `links`: by default those that were measured last.
     """
     point = profile.points[0]
     facts = ranks.gather(
@@ -76,7 +77,8 @@ def choose(
             "coding_s": profile.coding_s,
         }
     )
-    chosen = _chosen(profile, facts, ranks.links, exchanges, global_batch, current) if ranks.rank == 0 else None
+    links = ranks.links if links is None else links
+    chosen = _chosen(profile, facts, links, exchanges, global_batch, current) if ranks.rank == 0 else None
     return Chosen(*ranks.gather(chosen)[0])
 
 
@@ -92,9 +94,10 @@ def _chosen(
     for each in facts:
         by_host.setdefault(each["host"], []).append(each)
     goodputs = measured(links)
+    slowest = min(goodputs.values(), key=lambda link: min(link.up, link.down), default=FAST_LINK)
     hosts, nodes = [], []
     for name, members in by_host.items():
-        link = goodputs.get(name, FAST_LINK)
+        link = goodputs.get(name, slowest)
         hosts.append(Host(name=name, link=link, ranks=len(members)))
         nodes.append(
             Node(

@@ -138,6 +138,8 @@ class Epoch(_Record, frozen=True, kw_only=True):
     """Images or captions over all ranks, without warm-up steps; null if the epoch is warm-up only"""
     unix_s: Amount | None = None
     """End of the epoch's validation by rank 0's clock (seconds since 1970)"""
+    shares: list[Amount] = []
+    """Share of each rank in a batch from the next epoch on, if --shares measured changed it; otherwise empty"""
 
 
 class Saved(_Record, frozen=True, kw_only=True):
@@ -175,6 +177,8 @@ class View(_Record, frozen=True, kw_only=True):
     ranks: Count
     hosts: Count
     global_batch: Count
+    shares: list[Amount] = []
+    """Share of each rank in a batch; empty: equal"""
     reason: str
     unix_s: Amount
     """When training continued, by this rank's clock"""
@@ -184,7 +188,9 @@ class View(_Record, frozen=True, kw_only=True):
 
 
 class Chosen(_Record, frozen=True, kw_only=True):
-    """`--strategy auto` chose again, because steps took another time than before; written by rank 0."""
+    """`--strategy auto` chose again: steps took another time than before, or the members of an elastic job changed.
+
+    Written by rank 0, in an elastic job by every rank."""
 
     step: Count
     """First step of this choice"""
@@ -194,7 +200,7 @@ class Chosen(_Record, frozen=True, kw_only=True):
     choice_s: Amount
     """Time for measuring the links, choosing and changing the strategy; part of the training time"""
     links: list[dict[str, Any]] = []
-    """As in the manifest, measured for this choice"""
+    """As in the manifest, measured for this choice. After a change of members: as measured before"""
 
 
 class Summary(_Record, frozen=True, kw_only=True):

@@ -30,6 +30,9 @@ RUNS: dict[str, Column] = {
     "marked": _text("why the run does not count (a sweep's check, a profiler); null: no objection"),
     "resumed": Column("flag", "", "whether the run was stopped and resumed"),
     "views": _text("members of an elastic run after each lost host: who continued, from where, why, seconds lost"),
+    "divisions": _text(
+        "shares of the ranks in a batch that changed during the run (--shares measured), and from where"
+    ),
     "sweep": _text("name of the sweep"),
     "experiment": _text("name of the sweep's experiment; equal for repeats"),
     "repeat": _number("number of the repeat"),

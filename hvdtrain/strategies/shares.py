@@ -7,6 +7,9 @@ the measurement is repeated with the shares just measured. Other work on a host 
 measured in short trials until the medians of odd and even trials agree. Ranks whose speeds differ by less than the
 trials vary get equal shares.
 
+During the run the times of the steps themselves count (`renewed`, `training.balance`). At the end of an epoch, and when
+the members of an elastic job change, batches are divided again if the slowest rank then needs clearly less time.
+
 Gradients are divided by the sample count of the whole step. So the mean is weighted by samples, and training equals one
 process on the union of the batches, whatever the shares. BatchNorm is the usual exception: it normalises over the
 samples of its rank.
@@ -42,6 +45,8 @@ MAX_S = 6.0
 """Length of a measurement after which it ends even if the trials do not agree"""
 TOLERANCE = 0.02
 """Relative difference below which medians agree, and below which unequal batches are not worth it"""
+GAIN = 0.15
+"""Relative decrease of the slowest rank's time for which batches are divided again during a run"""
 DIGITS = 4
 """Decimal places of a measured share, so that people can read it and pass it to --shares"""
 
@@ -101,10 +106,35 @@ def shares_of(trials: Sequence[Sequence[float]]) -> Measurement:
         alike = fastest[(1 + noise) * median[fastest] >= (1 - noise) * median[fastest[0]]]
         shares[alike] = median[alike].mean()
         fastest = fastest[alike.size :]
-    shares /= shares.sum()
-    rounded = tuple(max(10.0**-DIGITS, round(float(share), DIGITS)) for share in shares)
     agreed = bool(difference.max() <= TOLERANCE)
-    return Measurement(shares=rounded, noise=noise, agreed=agreed, trials=len(trials))
+    return Measurement(shares=_rounded(shares), noise=noise, agreed=agreed, trials=len(trials))
+
+
+def _rounded(parts: Sequence[float] | np.ndarray) -> tuple[float, ...]:
+    """Return shares in proportion to `parts`, with sum 1."""
+    return tuple(max(10.0**-DIGITS, round(float(part), DIGITS)) for part in np.divide(parts, np.sum(parts)))
+
+
+def renewed(measured: Sequence[float], kept: Sequence[float | None], pace: Sequence[float | None]) -> tuple[float, ...]:
+    """Return the shares with which all ranks would compute for the same time, if the slowest rank gains GAIN by them.
+
+    Otherwise the shares stay. `measured`: the share of each rank before step 0. `kept`: its present share, None before
+    the first division. `pace`: its seconds per sample, None if it has not trained for long enough. What is None is in
+    proportion to what was measured.
+    """
+    before = _completed(kept, measured)
+    speed = _completed([each and 1 / each for each in pace], measured)
+    if (1 - GAIN) * np.max(before / speed) / before.sum() >= 1 / speed.sum():
+        return _rounded(speed)
+    close = abs(before.sum() - 1) <= before.size * 10.0**-DIGITS
+    return tuple(before.tolist()) if close else _rounded(before)
+
+
+def _completed(values: Sequence[float | None], measured: Sequence[float]) -> np.ndarray:
+    """Replace each None by a value in proportion to the measured shares."""
+    known = [(value, share) for value, share in zip(values, measured, strict=True) if value]
+    factor = sum(value for value, _ in known) / sum(share for _, share in known) if known else 1.0
+    return np.array([value or factor * share for value, share in zip(values, measured, strict=True)])
 
 
 def measure(

@@ -6,6 +6,10 @@ the tail of its gradients, as a request to stop does. All ranks read the sum in 
 links, and rank 0 chooses. If another strategy is clearly faster, all ranks change to it. If not, the recent level
 becomes the usual one, so that the same change is not examined twice.
 
+In an elastic job all ranks also request a choice when the members have changed. It uses the links that were measured
+last, because a lost host changes no other link, and a host that comes back has the same link as before. A rank of a
+host that has come back uses another rank's profile from before step 0.
+
 Weights and running statistics stay as they are. So does the optimizer's state, with one exception: after local steps
 each rank has its own, and a strategy without local steps starts from their mean. The residual of a lossy reducer is
 dropped, because a residual of gradients is not one of weight changes.
@@ -16,17 +20,19 @@ from __future__ import annotations
 import collections
 import statistics
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from hvdtrain import records
 from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.config.batch_plan import BatchPlan
 from hvdtrain.frameworks import Replica
 from hvdtrain.plan import choice
-from hvdtrain.plan.profile import Profile
+from hvdtrain.plan.profile import FIXED_SAMPLES, Profile
 from hvdtrain.strategies import CHOOSE, automatic
+from hvdtrain.training import profiled
 
 if TYPE_CHECKING:
     from hvdtrain.training.job import Job
@@ -90,9 +96,13 @@ class Adaptive:
     def __init__(self, job: Job) -> None:
         rule = automatic.rule(job.auto or "")
         assert rule is not None and job.profile is not None
-        self._exchanges = choice.candidates(rule, job.run.config)
-        self._profile, self._ranks, self._global_batch = job.profile, job.ranks, job.run.plan.global_batch
+        self._exchanges = profiled.candidates(job, rule)
+        self._profile, self._ranks, self._plan = job.profile, job.ranks, job.run.plan
         self._pace = Pace()
+        self._regrouped = False
+        """Whether the members have changed since the last choice"""
+        self.links: list[dict[str, Any]] = []
+        """The links of the last choice: see `records.Manifest.links`"""
         self._chosen_at: collections.deque[float] = collections.deque(maxlen=MOST)
 
     def add(self, step: records.Step, seconds: float) -> None:
@@ -103,26 +113,53 @@ class Adaptive:
     @property
     def request(self) -> float:
         """This rank's request for the next step: `CHOOSE` or 0."""
+        if self._ranks.hosts_count == 1:  # a host that is left alone sends nothing
+            return 0.0
+        if self._regrouped:
+            return CHOOSE
         many = len(self._chosen_at) == MOST and time.monotonic() - self._chosen_at[0] < PERIOD_S
         return CHOOSE if self._pace.departed() and not many else 0.0
+
+    def regroup(self, plan: BatchPlan) -> None:
+        """Request a choice, because the members have changed, and have divided the work by this plan."""
+        self._scale((plan.rank_batch + FIXED_SAMPLES) / (self._plan.rank_batch + FIXED_SAMPLES))
+        self._plan, self._pace, self._regrouped = plan, Pace(), True
+
+    def _scale(self, factor: float = 1.0) -> None:
+        """Multiply the profile's times by this factor and by the recent change of this rank's computation."""
+        usual, recent = self._pace.usual, self._pace.recent()
+        if usual and recent and usual.compute_s:
+            factor *= recent.compute_s / usual.compute_s
+        self._profile = slowed(self._profile, factor)
 
     def again(self, current: str) -> choice.Chosen:
         """Measure the links and return the strategy to continue with. Collective, while nothing is exchanged.
 
         The profile's times change by the factor by which this rank's computation changed since the last choice.
         """
-        self._chosen_at.append(time.monotonic())
-        self._ranks.measure_links()
         usual, recent = self._pace.usual, self._pace.recent()
-        if usual and recent and usual.compute_s:
-            self._profile = slowed(self._profile, recent.compute_s / usual.compute_s)
-        chosen = choice.choose(self._profile, self._ranks, self._exchanges, self._global_batch, current)
+        if not self._regrouped:
+            self._chosen_at.append(time.monotonic())
+            self._ranks.measure_links()
+            self._scale()
+        self.links = self._ranks.links
+        if self._ranks.elastic:  # a rank of a host that came back may know none
+            self.links = next((links for links in self._ranks.gather(self.links) if links), [])
+        batch = self._plan.global_batch
+        chosen = choice.choose(self._profile, self._ranks, self._exchanges, batch, current, self.links)
+        if self._regrouped:
+            return chosen._replace(reason=f"on {self._ranks.hosts_count} hosts now; {chosen.reason}")
         if chosen.strategy == current:
             self._pace.settle()
         else:
             self._pace = Pace()
         times = f"steps took {recent.step_s:.3g} s instead of {usual.step_s:.3g} s; " if usual and recent else ""
         return chosen._replace(reason=times + chosen.reason)
+
+    def settle(self) -> None:
+        """All members know the choice."""
+        if self._regrouped:
+            self._pace, self._regrouped = Pace(), False
 
 
 def slowed(profile: Profile, factor: float) -> Profile:
@@ -134,16 +171,18 @@ def slowed(profile: Profile, factor: float) -> Profile:
     return msgspec.structs.replace(profile, points=points)
 
 
-def average_optimizer(replica: Replica, ranks: Communicator) -> None:
-    """Give all ranks the mean of their optimizers' states, which differ after local steps. Collective."""
+def mean_optimizer(replica: Replica, ranks: Communicator) -> dict[str, np.ndarray] | None:
+    """Return a state with the mean of the ranks' optimizers, which differ after local steps. Collective.
+
+    None if the optimizer has no state.
+    """
     state = replica.state()
     own = {name: array for name, array in state.items() if not name.startswith(("parameter.", "average."))}
     if not own:
-        return
+        return None
     total = ranks.sum(np.concatenate([array.reshape(-1) for array in own.values()], dtype=np.float32), "optimizer")
     parts = np.split(total / np.float32(ranks.size), np.cumsum([array.size for array in own.values()])[:-1])
-    means = {
+    return state | {
         name: part.reshape(array.shape).astype(array.dtype)
         for (name, array), part in zip(own.items(), parts, strict=True)
     }
-    replica.load(state | means)

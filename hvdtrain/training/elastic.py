@@ -29,12 +29,14 @@ from hvdtrain.config.batch_plan import BatchPlan
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data.loader import Loader
 from hvdtrain.frameworks import Replica
+from hvdtrain.plan.profile import Profile, as_json
 from hvdtrain.records.arrays_file import pieces
 from hvdtrain.records.identity import differing
 from hvdtrain.strategies import Exchange, Strategy
 from hvdtrain.system import exits, files, locks
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import manifest, resume
+from hvdtrain.training.balance import Balance
 from hvdtrain.training.train_state import Position
 
 if TYPE_CHECKING:
@@ -69,30 +71,44 @@ class Welcome:
         return cls(**json.loads(zlib.decompress(message[8:end]))), load(message[end:])
 
 
+def obstacle(launcher: str, exchange: Exchange, config: TrainConfig) -> tuple[str, str] | None:
+    """Return which options prevent the job from continuing without lost hosts, and a hint; None if nothing does.
+
+    Always None if the launcher does not expect the job to continue.
+    """
+    if launcher != "elastic":
+        return None
+    if not exchange.capabilities.elastic:
+        return f"--strategy {exchange}", "use --strategy hierarchical, powersgd or local-sgd"
+    if config.stages > 1:
+        return f"--stages {config.stages}", "use --stages 1"
+    if config.ema and exchange.capabilities.local_updates:
+        return f"--ema and --strategy {exchange}", "leave --ema out, or use --strategy powersgd"
+    return None
+
+
 def check(launcher: str, exchange: Exchange, config: TrainConfig) -> None:
     """Raise Failure (78) if the launcher expects the job to continue without lost hosts, and it cannot."""
-    if launcher != "elastic":
-        return
-    capabilities, what, hint = exchange.capabilities, "", "use --strategy hierarchical, powersgd or local-sgd"
-    if not capabilities.elastic:
-        what = f"--strategy {exchange}"
-    elif config.stages > 1:
-        what, hint = f"--stages {config.stages}", "use --stages 1"
-    elif config.ema and capabilities.local_updates:
-        what, hint = f"--ema and --strategy {exchange}", "leave --ema out, or use --strategy powersgd"
-    if what:
-        message = f"--elastic: a job with {what} cannot continue without a lost host"
-        raise Failure(f"{message}; hint: {hint}", exits.BAD_CONFIG)
+    if found := obstacle(launcher, exchange, config):
+        message = f"--elastic: a job with {found[0]} cannot continue without a lost host"
+        raise Failure(f"{message}; hint: {found[1]}", exits.BAD_CONFIG)
 
 
 def begun(job: Job, folder: Path) -> dict[str, Any]:
     """Return what a host needs that comes back during the run: see `joined`."""
-    return {"folder": str(folder), "identity": job.run.identity(), "shares": job.run.plan.shares}
+    return {
+        "folder": str(folder),
+        "identity": job.run.identity(),
+        "shares": job.run.plan.shares,
+        "auto": job.auto,
+        "profile": as_json(job.profile) if job.profile else None,
+    }
 
 
 def joined(job: Job) -> tuple[Job, Path]:
     """Return the job of a rank whose host has come back, and the run folder.
 
+    For --strategy auto it has the profile of another rank, because all ranks choose alike.
     Raises Failure (78) if the others have other settings.
     """
     run, world = job.run, job.ranks
@@ -102,19 +118,23 @@ def joined(job: Job) -> tuple[Job, Path]:
             "hvdtrain and the same data on all hosts",
             exits.BAD_CONFIG,
         )
-    shares = world.begun["shares"]
-    plan = dataclasses.replace(run.plan, shares=tuple(shares) if shares else None)
-    return dataclasses.replace(job, run=dataclasses.replace(run, plan=plan)), Path(world.begun["folder"])
+    begun = world.begun
+    plan = dataclasses.replace(run.plan, shares=tuple(begun["shares"]) if begun["shares"] else None)
+    profile = msgspec.convert(begun["profile"], Profile) if begun["profile"] else None
+    run = dataclasses.replace(run, plan=plan)
+    return dataclasses.replace(job, run=run, auto=begun["auto"], profile=profile), Path(begun["folder"])
 
 
-def divided(job: Job, world: Communicator) -> tuple[Loader, BatchPlan]:
-    """Return the loader and the plan of a job for its present members.
+def divided(job: Job, world: Communicator, balance: Balance | None) -> tuple[Loader, BatchPlan]:
+    """Return the loader and the plan of a job for its present members. Collective.
 
     A global batch that was given stays, and each rank takes more of it. Otherwise each rank keeps its batch, so the
     global batch shrinks, and --lr-scaling applies.
     """
     config, shares = job.run.config, job.run.plan.shares
-    if shares is not None and isinstance(world, ElasticCommunicator):
+    if balance is not None:
+        shares = balance.shares(world)
+    elif shares is not None and isinstance(world, ElasticCommunicator):
         shares = tuple(shares[rank] for rank in world.view.ranks)
     batch = resume.global_batch(config, world.size)
     loader = job.loader.among(world.rank, world.size, batch, shares)
@@ -122,15 +142,22 @@ def divided(job: Job, world: Communicator) -> tuple[Loader, BatchPlan]:
     return loader, plan
 
 
-def keep_count(folder: Path, world: Communicator) -> None:
-    """Write into the manifest on each host how many ranks save checkpoints from now on. Collective."""
+def keep_division(folder: Path, world: Communicator, plan: BatchPlan) -> None:
+    """Write into the manifest on each host how many ranks save checkpoints from now on, and their shares. Collective.
+
+    The shares are in the order in which ranks are numbered at a start.
+    """
+    kept_plan: dict[str, Any] = {"ranks": world.size}
+    if plan.shares is not None:
+        numbers = world.gather(world.number)
+        kept_plan["shares"] = [share for _, share in sorted(zip(numbers, plan.shares, strict=True))]
     for first in (True, False):  # rank 0 first, then hosts that do not share its folder
         if world.local_rank == 0 and first == (world.rank == 0):
             path = folder / manifest.NAME
             kept = records.read_document(path, records.Manifest)
-            if kept.plan.get("ranks") != world.size:
-                plan = kept.plan | {"ranks": world.size}
-                records.write_document(path, records.as_json(msgspec.structs.replace(kept, plan=plan)))
+            if kept.plan != kept.plan | kept_plan:
+                updated = msgspec.structs.replace(kept, plan=kept.plan | kept_plan)
+                records.write_document(path, records.as_json(updated))
         world.gather(None)
 
 
@@ -200,6 +227,10 @@ class Transactions:
         self._began_s = 0.0
         """Start of the current step, evaluation, check or save"""
 
+    def use(self, strategy: Strategy) -> None:
+        """The loop exchanges by another strategy from now on."""
+        self._strategy = strategy
+
     def until_done(self, work: Callable[[], T]) -> T:
         """Do collective work that changes nothing but running statistics, however many hosts are lost during it."""
         while True:
@@ -207,11 +238,17 @@ class Transactions:
             if done:
                 return result  # type: ignore[return-value]
 
-    def attempt(self, work: Callable[[], T]) -> tuple[bool, T | None]:
-        """Do collective work, or return False if a host was lost. Then running statistics are as before."""
+    def attempt(self, work: Callable[[], T], apply: Callable[[T], None] = lambda _: None) -> tuple[bool, T | None]:
+        """Do collective work, or return False if a host was lost. Then running statistics are as before.
+
+        `apply` uses the result if it counts, on all members and before others join. Not collective.
+        """
+        result: T | None = None
         if not self._world.elastic:
-            return True, work()
-        before, done, result = self.statistics(), False, None
+            result = work()
+            apply(result)
+            return True, result
+        before, done = self.statistics(), False
         try:
             result = work()
             self._world.commit()
@@ -220,6 +257,8 @@ class Transactions:
             self._noticed_s = self._noticed_s or self._began_s
             self._interrupt()
             self._replica.load_local(before)
+        if done:
+            apply(result)  # type: ignore[arg-type]
         self.regroup()
         return done, result
 
@@ -282,6 +321,7 @@ def view_record(world: ElasticCommunicator, at: Position, plan: BatchPlan, lost_
         ranks=world.size,
         hosts=len(set(world.view.hosts)),
         global_batch=plan.global_batch,
+        shares=list(plan.shares or ()),
         reason=world.view.reason,
         unix_s=time.time(),
         lost_s=lost_s,
@@ -293,4 +333,5 @@ def described(view: records.View, plan: BatchPlan) -> str:
     return (
         f"view {view.view}         {view.hosts} hosts, {view.ranks} ranks from step {view.step} on, "
         f"{view.lost_s:.1f} s after the change; {plan.global_batch} samples per step, learning rate {plan.base_lr:g}"
+        + (f", shares {':'.join(f'{share:g}' for share in view.shares)}" if view.shares else "")
     )

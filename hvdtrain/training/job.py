@@ -191,9 +191,9 @@ class Job:
         return records.Summary(**ranks.gather(msgspec.structs.asdict(result) if ranks.rank == 0 else None)[0])
 
     def _with_measured_shares(self, folder: Path, replica: Replica) -> Job:
-        """Return this job with the shares of its earlier starts, or with shares measured now. Collective."""
+        """Return this job with the last shares of the run to resume, or with shares measured now. Collective."""
         assert self.strategy is not None
-        source, shares = "from the start of this run", manifest.kept_shares(folder, self.ranks)
+        source, shares = "from this run's earlier steps", manifest.kept_shares(folder, self.ranks)
         if shares is None:
             measurement = unequal_shares.measure(self.ranks, self.strategy, replica, self.loader.first_of)
             source, shares = str(measurement), measurement.shares

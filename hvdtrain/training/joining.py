@@ -48,10 +48,14 @@ class Joining:
         strategy: Strategy,
         welcome: Callable[[int], Welcome],
         enter: Callable[[Welcome, str], None],
+        use: Callable[[str], None],
     ) -> None:
-        """`welcome(metrics_at)` returns rank 0's position. `enter(welcome, earlier)` continues there in a new rank."""
+        """`welcome(metrics_at)` returns rank 0's position. `enter(welcome, earlier)` continues there in a new rank.
+
+        `use(name)` changes the strategy, and calls this object's `use`.
+        """
         self._world, self._replica, self._strategy = world, replica, strategy
-        self._welcome, self._enter = welcome, enter
+        self._welcome, self._enter, self._use_named = welcome, enter, use
         self._feeds: dict[Place, Feed] = {}
         self._used: set[Place] = set()
         """Places to which a feed has begun. A host whose feed ended waits at another place"""
@@ -149,6 +153,7 @@ class Joining:
         welcome, arrays = Welcome.read(message)
         if REST in arrays:
             self._replay(msgspec.msgpack.decode(arrays.pop(REST).tobytes(), type=Exchanges))
+        self._use_named(welcome.position["strategy"])
         snapshot.welcome(arrays, self._replica, self._strategy)
         self._enter(welcome, self._metrics)
         self._world.joining = False
@@ -170,6 +175,7 @@ class Joining:
             if isinstance(item, State):
                 welcome, arrays = Welcome.read(item.welcome)
                 self._metrics = welcome.metrics
+                self._use_named(welcome.position["strategy"])
                 snapshot.welcome(arrays, self._replica, self._strategy)
             else:
                 self._replay(item)

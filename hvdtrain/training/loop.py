@@ -29,14 +29,17 @@ from hvdtrain.comm.lifecycle import StopSignal
 from hvdtrain.frameworks import Replica
 from hvdtrain.observe.progress import Progress
 from hvdtrain.observe.timing import WARMUP_STEPS, Clock, Spent, process_age_s, step_shares
+from hvdtrain.plan.choice import Chosen
 from hvdtrain.strategies import STOP, parse
 from hvdtrain.system import exits, locks
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import consistency, elastic, manifest, observers, snapshot
-from hvdtrain.training.adaptive import Adaptive, average_optimizer
+from hvdtrain.training.adaptive import Adaptive, mean_optimizer
+from hvdtrain.training.balance import Balance
 from hvdtrain.training.checkpoint import Checkpoints, Loaded
 from hvdtrain.training.evaluation import Evaluator, Judge, timed_inference
 from hvdtrain.training.joining import Joining
+from hvdtrain.training.summary import show_shares
 from hvdtrain.training.train_state import Position
 
 if TYPE_CHECKING:
@@ -69,7 +72,7 @@ class Loop:
         self._records_of = elastic.records_number(self._world, self._plan.ranks)
         """Number of the file that this rank writes; 0 from the time when it takes over from a lost rank 0"""
         self._writer = observers.writer(self._config, folder, self._records_of)
-        self._joining = Joining(self._world, replica, job.strategy, self._welcome, self._enter)
+        self._joining = Joining(self._world, replica, job.strategy, self._welcome, self._enter, self._use)
         self._transactions = elastic.Transactions(
             self._world,
             replica,
@@ -84,8 +87,9 @@ class Loop:
         self._clock = Clock(replica.synchronize)
         self._at = Position(strategy=str(job.exchange))
         self._shapes = job.workload.model.vector_shapes(self._config.framework)
-        watched = job.auto and job.profile and job.ranks.hosts_count > 1 and not job.ranks.elastic
+        watched = job.auto and job.profile and (job.ranks.hosts_count > 1 or job.ranks.elastic)
         self._adaptive = Adaptive(job) if watched else None
+        self._balance = Balance(self._plan.shares or ()) if self._config.shares == "measured" else None
         self._stopping = self._save_due = self._check_due = self._choose_due = self._published = False
         self._steps_here = self._steps_of_strategy = 0
         self._computed = job.strategy.capabilities.in_backward
@@ -158,8 +162,6 @@ class Loop:
                     self._transactions.abandon(before)
                     return None
                 progress.advance(note=f"loss {loss:.4f}")
-                if self._choose_due and not self._stopping:
-                    self._choose()
                 self._save_due |= bool(every and self._at.step % every == 0)
                 self._transactions.regroup()
                 if self._loader is not loader:
@@ -178,11 +180,14 @@ class Loop:
         return True
 
     def _due(self, last: bool) -> bool | None:
-        """Compare the replicas and save a checkpoint, if due.
+        """Choose the strategy, compare the replicas and save a checkpoint, if due.
 
         Returns False if the run has to stop, None if the members changed.
         """
-        world, strategy, loader = self._world, self._strategy, self._loader
+        world, loader = self._world, self._loader
+        if self._choose_due and not self._stopping and not world.suspended and not self._choose():
+            return None
+        strategy = self._strategy
         if self._check_due and strategy.in_sync and not world.suspended:
             if not self._transactions.attempt(lambda: consistency.check(self._replica.state(), self._data))[0]:
                 return None
@@ -224,8 +229,11 @@ class Loop:
         positions = self._world.gather([at.epoch, at.consumed])
         at.consumed = max(consumed for epoch, consumed in positions if epoch == at.epoch)
         self._checkpoints = self._new_checkpoints()
-        self._loader, self._plan = elastic.divided(self._job, self._world)
-        elastic.keep_count(self._folder, self._world)
+        self._loader, self._plan = elastic.divided(self._job, self._world, self._balance)
+        elastic.keep_division(self._folder, self._world, self._plan)
+        if self._adaptive:
+            self._choose_due = False  # some ranks may not have read the request
+            self._adaptive.regroup(self._plan)
         if self._world.rank == 0 and self._records_of != 0:
             elastic.take_over(self._folder, self._records_of)
             self._writer.close()
@@ -264,6 +272,7 @@ class Loop:
             if each.totals is not None:
                 at.learn(each.totals)
             self._stopping |= each.stop
+            self._choose_due |= each.choose  # short epochs may end before a request arrives in a step
         loss = done[0].loss
         if not math.isfinite(loss):
             raise Failure(
@@ -292,6 +301,8 @@ class Loop:
         at.add(record, seconds=seconds, consumed=end)
         if self._adaptive:
             self._adaptive.add(record, seconds)
+        if self._balance:
+            self._balance.add(record)
         if not record.warmup:
             self._world.report_pace(record.compute_s)
         self._world.step = at.step
@@ -302,37 +313,60 @@ class Loop:
         self._steps_of_strategy += 1
         return loss
 
-    def _choose(self) -> None:
-        """Choose the strategy again, change it if that pays, and record the choice. All ranks have the same weights."""
+    def _choose(self) -> bool:
+        """Choose the strategy again and change it if that pays, while all ranks have the same weights.
+
+        Returns False if the members changed before all ranks knew the choice.
+        """
         assert self._adaptive is not None
-        began, before = time.perf_counter(), self._at.strategy
-        chosen = self._adaptive.again(before)
-        if chosen.strategy != before:
-            local = self._strategy.capabilities.local_updates
-            self._use(chosen.strategy)
-            if local and not self._strategy.capabilities.local_updates:
-                average_optimizer(self._replica, self._data)
-            consistency.check(self._replica.state(), self._data)
-        self._choose_due = False
-        seconds = time.perf_counter() - began
+        began, before, adaptive = time.perf_counter(), self._at.strategy, self._adaptive
+        local = self._strategy.capabilities.local_updates
+
+        def choose() -> tuple[Chosen, dict[str, Any] | None]:
+            chosen, state = adaptive.again(before), None
+            if chosen.strategy != before:
+                if local and not parse(chosen.strategy).capabilities.local_updates:
+                    state = mean_optimizer(self._replica, self._data)
+                consistency.check(self._replica.state(), self._data)
+            return chosen, state
+
+        def change(result: tuple[Chosen, dict[str, Any] | None]) -> None:
+            self._choose_due = False
+            if self._world.hosts_count == 1:  # the others were lost during the choice; if one comes back, all ask again
+                return
+            chosen, state = result
+            if chosen.strategy != before:
+                self._use(chosen.strategy)
+            if state is not None:
+                self._replica.load(state)
+            adaptive.settle()
+            self._record_choice(chosen, before, time.perf_counter() - began)
+
+        return self._transactions.attempt(choose, change)[0]
+
+    def _record_choice(self, chosen: Chosen, before: str, seconds: float) -> None:
+        assert self._adaptive is not None
         self._at.epoch_s += seconds
-        if self._world.rank == 0:
+        if self._world.rank == 0 or self._world.elastic:
             self._writer.write(
                 records.Chosen(
                     step=self._at.step,
                     strategy=chosen.strategy,
                     reason=chosen.reason,
                     choice_s=seconds,
-                    links=self._world.links,
+                    links=self._adaptive.links,
                 )
             )
         change = "kept" if chosen.strategy == before else f"instead of {before}"
         self._say(f"strategy       {chosen.strategy} from step {self._at.step}, {change}: {chosen.reason}")
 
     def _use(self, name: str) -> None:
-        """Exchange by the strategy `name` from the next step on. Collective."""
+        """Exchange by the strategy `name` from the next step on. Does nothing if it runs already."""
+        if name == self._at.strategy:
+            return
         self._strategy = parse(name).make(self._config, self._data, self._shapes)
         self._replica.use(self._strategy)
+        self._transactions.use(self._strategy)
         self._joining.use(self._strategy)
         self._at.strategy, self._steps_of_strategy = name, 0
 
@@ -341,6 +375,9 @@ class Loop:
             loss, scores, _ = self._transactions.until_done(
                 lambda: self._evaluator.after_epoch(epoch, self._loader, self._plan)
             )
+        before = self._plan.shares
+        if self._balance and epoch + 1 < self._config.epochs:
+            self._transactions.until_done(self._share_again)
         record, is_best = self._at.end_epoch(
             epoch,
             self._metric,
@@ -348,6 +385,7 @@ class Loop:
             validation_loss=loss,
             validation_s=self._clock.take("validation"),
             unix_s=time.time(),
+            shares=[] if self._plan.shares == before else list(self._plan.shares or ()),
         )
         if self._world.rank == 0 or self._world.elastic:
             self._writer.write(record)
@@ -362,6 +400,17 @@ class Loop:
         if self._save_due or (every and ((epoch + 1) % every == 0 or (self._judge and is_best))):
             while not self._save(best=is_best):
                 pass  # the members changed
+
+    def _share_again(self) -> None:
+        """Divide the batches of the next epoch by the ranks' present speed, if that pays. Collective."""
+        assert self._balance is not None
+        shares = self._balance.shares(self._world)
+        if shares == self._plan.shares:
+            return
+        self._loader, self._plan = self._loader.divided(shares), dataclasses.replace(self._plan, shares=shares)
+        elastic.keep_division(self._folder, self._world, self._plan)
+        text = show_shares(shares, self._loader.rank_samples)
+        self._say(f"shares         {text} from step {self._at.step} on: the speeds of the ranks have changed")
 
     def _finish(self, watching: contextlib.ExitStack) -> records.Summary:
         """Evaluate on the test split, end `watching`, time inference, write the summary and then COMPLETE."""
@@ -465,6 +514,7 @@ class Loop:
         """Restore a checkpoint, with its strategy. Returns its position. Raises Failure (65, 78)."""
         at, running = self._position(loaded.progress, loaded.step), self._at.strategy
         if at.strategy != running:
+            elastic.check(self._job.workload.environment.launcher, parse(at.strategy), self._config)
             self._use(at.strategy)
             if loaded.others and not loaded.local and (refusal := self._strategy.reshard_refusal):
                 raise Failure(

@@ -22,10 +22,10 @@ from hvdtrain.data.loader import Loader
 from hvdtrain.plan import choice, coding, profile
 from hvdtrain.plan.prediction import EXACT_REDUCER, reducers
 from hvdtrain.plan.profile import Probe, Profile
-from hvdtrain.strategies import automatic, parse
+from hvdtrain.strategies import Exchange, automatic, parse
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
-from hvdtrain.training import resume
+from hvdtrain.training import elastic, resume
 from hvdtrain.training.framework import make_replica
 
 if TYPE_CHECKING:
@@ -167,6 +167,12 @@ def noise_scale(job: Job, model: Maker) -> tuple[float, float | None]:
     return profile.noise_scale(replica, probe, endless, plan.global_batch, learning_rate, profile.PILOT_S)
 
 
+def candidates(job: Job, rule: automatic.Rule) -> list[Exchange]:
+    """Return the strategies from which --strategy auto may choose for this job. Exact sums come first."""
+    config, launcher = job.run.config, job.workload.environment.launcher
+    return [each for each in choice.candidates(rule, config) if not elastic.obstacle(launcher, each, config)]
+
+
 def with_strategy(job: Job, model: Maker) -> Job:
     """Return the job with the strategy that `--strategy auto` chooses; otherwise the job itself. Collective."""
     if observer := _observer.get():
@@ -175,11 +181,11 @@ def with_strategy(job: Job, model: Maker) -> Job:
     rule = automatic.rule(config.strategy)
     if rule is None:
         return _continued(job)
-    exchanges = choice.candidates(rule, config)
+    exchanges = candidates(job, rule)
     own, chosen = None, choice.Chosen(EXACT_REDUCER, "one host: nothing is sent over the network")
     if job.ranks.joining:
         chosen = choice.Chosen(job.ranks.begun["identity"]["strategy"], "the run's strategy")
-    elif job.ranks.hosts_count > 1:
+    elif job.ranks.hosts_count > 1 or job.ranks.elastic:
         plan, names = job.run.plan, reducers(exchanges) if job.ranks.local_rank == 0 else []
         own = measured(job, model, [plan.rank_batch], names, AUTO_STEPS_S, AUTO_CODING_S)
         chosen = choice.choose(own, job.ranks, exchanges, plan.global_batch)

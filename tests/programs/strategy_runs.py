@@ -73,7 +73,7 @@ def chosen(choices: list[str], steps: list[int], rank: int, folder: Path, *, req
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profiled, "AUTO_STEPS_S", 0.1)
         patch.setattr(profiled, "AUTO_CODING_S", 0.1)
-        patch.setattr(choice, "choose", lambda *_: choice.Chosen(second if _[4:] == (first,) else first, "forced"))
+        patch.setattr(choice, "choose", lambda *_: choice.Chosen(second if _[4:5] == (first,) else first, "forced"))
         counted, choose = adaptive.Adaptive.add, Loop._choose
 
         def add(self: Any, *step: Any) -> None:
@@ -83,13 +83,14 @@ def chosen(choices: list[str], steps: list[int], rank: int, folder: Path, *, req
         def asks(self: Any) -> float:
             return CHOOSE * (requests and getattr(self, "steps", 0) in steps)
 
-        def watched(self: Any) -> None:
+        def watched(self: Any) -> bool:
             parts = (self._replica.state, self._replica.local_state)
             before = [digest(part()) for part in parts]
-            choose(self)
+            counts = choose(self)
             after = [digest(part()) for part in parts]
             around.append([before, after])
             (folder / f"around-{rank}.json").write_text(json.dumps(around))
+            return counts
 
         patch.setattr(adaptive.Adaptive, "add", add)
         patch.setattr(adaptive.Adaptive, "request", property(asks))
@@ -130,6 +131,7 @@ def main(stop: lifecycle.StopSignal) -> int:
         from hvdtrain.frameworks.pipeline_tensorflow import PipelineTensorFlow as Pipeline
         from hvdtrain.frameworks.tensorflow import TensorFlowReplica as Replica
     shares.TRIAL_S, shares.MAX_S = 0.05, 0.5  # measured shares need not be accurate here
+    shares.GAIN = 1.0  # and other work on this machine must not change them
     default = sys.argv[4] if len(sys.argv) > 4 else "resnet"
 
     def result(run: dict[str, Any]) -> Any:

@@ -90,5 +90,5 @@ def epochs(run_dir: Path | str) -> pd.DataFrame:
         for timed in steps.epochs(run.metrics_file(run_dir))
     ]
     names = dict.fromkeys([*records.Epoch.__struct_fields__, "elapsed_s", *(name for row in rows for name in row)])
-    shown = [name for name in names if name not in ("type", "train_scores", "validation_scores")]
+    shown = [name for name in names if name not in ("type", "train_scores", "validation_scores", "shares")]
     return pd.DataFrame(rows, columns=shown, dtype=float)

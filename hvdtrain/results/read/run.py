@@ -150,7 +150,12 @@ def _measured(
     metrics = steps.read(path, incomplete, declared)
     summary = metrics.summary
     if not complete:
-        return {"state": "unfinished", "resumed": metrics.resumed, "views": _views(metrics)}
+        return {
+            "state": "unfinished",
+            "resumed": metrics.resumed,
+            "views": _views(metrics),
+            "divisions": _divisions(metrics),
+        }
     if summary is None:
         raise Failure(f"{path}: no summary at the end of the file, although COMPLETE exists")
     sums = metrics.sums
@@ -162,7 +167,8 @@ def _measured(
     if changed:  # the means describe no strategy
         sums = steps.Sums()
     columns = _from_summary(summary, metrics.checkpoint_s) | _batch(summary, manifest)
-    columns |= {"state": "complete", "resumed": metrics.resumed, "views": _views(metrics)}
+    columns |= {"state": "complete", "resumed": metrics.resumed}
+    columns |= {"views": _views(metrics), "divisions": _divisions(metrics)}
     columns |= changed | _other_ranks(metrics, manifest)
     columns |= _scores(summary, settings["primary_metric"], declared)
     columns |= _per_step(sums) | _network(summary, metrics, sums, manifest, settings["rate_mbit"])
@@ -214,6 +220,12 @@ def _views(metrics: steps.RankMetrics) -> str | None:
         for view in metrics.views
     ]
     return " | ".join(texts) or None
+
+
+def _divisions(metrics: steps.RankMetrics) -> str | None:
+    """Each new division of the batches by the ranks' speed."""
+    texts = [f"{':'.join(f'{share:g}' for share in shares)} from step {step}" for step, shares in metrics.divisions]
+    return ", ".join(texts) or None
 
 
 def _other_ranks(metrics: steps.RankMetrics, manifest: records.Manifest) -> dict[str, Any]:

@@ -93,6 +93,8 @@ class RankMetrics:
     """The members of an elastic run after each loss"""
     choices: list[records.Chosen] = dataclasses.field(default_factory=list)
     """Choices that count"""
+    divisions: list[tuple[int, list[float]]] = dataclasses.field(default_factory=list)
+    """Divisions of the batches during the run, each with its first step"""
     summary: records.Summary | None = None
 
 
@@ -102,6 +104,7 @@ def read(path: Path, incomplete: Callable[[int], None], declared: Mapping[str, S
     Raises Failure (65, 74, 77) with file:line.
     """
     metrics, choices = RankMetrics(Sums(), Restarts()), list[tuple[int, records.Chosen]]()
+    divisions = list[tuple[int, records.View | records.Epoch]]()
     for line, record in records.read_lines(path, incomplete):
         match record:
             case records.Step() | records.Resumed():
@@ -115,6 +118,8 @@ def read(path: Path, incomplete: Callable[[int], None], declared: Mapping[str, S
                     metrics.last_start, metrics.resumed = record.step, True
             case records.View():
                 metrics.views.append(record)
+                if record.shares:
+                    divisions.append((line, record))
             case records.Saved():
                 metrics.checkpoint_s += record.checkpoint_s
             case records.Chosen():
@@ -126,7 +131,11 @@ def read(path: Path, incomplete: Callable[[int], None], declared: Mapping[str, S
             case records.Epoch():
                 for by_name in (record.train_scores, record.validation_scores):
                     scores.check(by_name, declared, f"{path}:{line}")
+                if record.shares:
+                    divisions.append((line, record))
     metrics.choices = [each for line, each in choices if not metrics.restarts.superseded(line, each.step - 1)]
+    counting = [each for line, each in divisions if not metrics.restarts.superseded(line, each.step - 1)]
+    metrics.divisions = [(each.step, each.shares) for each in counting]
     if metrics.restarts:
         metrics.sums, metrics.checkpoint_s = Sums(), 0.0
         for line, record in records.read_lines(path):

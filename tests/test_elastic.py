@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,19 +122,16 @@ def four() -> Iterator[Cluster]:
 class Run:
     """An elastic training on virtual hosts, in the background."""
 
-    def __init__(self, cluster: Cluster, folder: Path, *flags: str, launcher: Sequence[str] = ("--no-return",)) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: Path,
+        *flags: str,
+        launcher: Sequence[str] = ("--no-return",),
+        hosts: Sequence[str] = ("-H", FOUR),
+    ) -> None:
         self.cluster, self.folder = cluster, folder
-        many = [
-            "launch/mpirun.sh",
-            "--elastic",
-            "--quiet",
-            *launcher,
-            "-H",
-            FOUR,
-            sys.executable,
-            "-m",
-            "hvdtrain.resnet",
-        ]
+        many = ["launch/mpirun.sh", "--elastic", "--quiet", *launcher, *hosts, sys.executable, "-m", "hvdtrain.resnet"]
         with folder.with_suffix(".txt").open("w") as output:
             self.process = subprocess.Popen(
                 cluster.command("exec", "a", "--", *many, *SMALL[:4], "--run-dir", str(folder), *flags),
@@ -276,6 +273,55 @@ def test_a_lost_host_comes_back(framework: str, strategy: str, host: str, four: 
     assert str(LiveRun(folder).frame().members).startswith(", ".join([*others, host]))
     back = read_run(folder, 4 if host == "a" else "abcd".index(host))
     assert [step.step for step in back["step"]] == steps, "its records continue those of rank 0"
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("strategy", ["powersgd", "local-sgd:every=2,staleness=1+int8"])
+def test_new_hosts_take_part_and_spares_wait(strategy: str, four: Cluster, tmp_path: Path) -> None:
+    """The hostfile gets a host with two ranks, a line that is wrong and a name that is unknown. Then the host of rank 0
+    is lost, and a spare one takes its place. Every replica is compared after each step or averaging."""
+    folder, hostfile = tmp_path / "run", tmp_path / "hosts"
+    hostfile.write_text("a:1\nb:1\n")
+    flags = ["--strategy", strategy, "--epochs", "400", "--check-replicas", "1", "--shares", "1:3"]
+    flags += ["--epoch-samples", "480", "--evaluate-samples", "32"]
+    listed = ["--hostfile", str(hostfile)]
+    run = Run(four, folder, *flags, launcher=["--max-hosts", "3", "--no-return"], hosts=listed)
+
+    def wait_for(condition: Callable[[], object]) -> None:
+        until(lambda: run.process.poll() is not None or condition(), what=run.text)
+        assert run.process.poll() is None, run.text()
+
+    try:
+        run.wait_for_step(3)
+        hostfile.write_text("a:1\nb:1\nc:0\n")
+        wait_for(lambda: "no host was added" in run.text())
+        hostfile.write_text("a:1\nb:1\nnowhere.invalid\nc slots=2\n")
+        wait_for(lambda: len(views(folder)) == 1)
+        with hostfile.open("a") as file:
+            file.write("d:1\n")
+        wait_for(lambda: "d was added, and waits" in run.text())
+        run.wait_for_step(views(folder)[0].step + 9)
+        assert len(views(folder)) == 1 and not run.ranks("d")
+        run.kill("a")
+        wait_for(lambda: len(views(folder)) == 3)
+        run.wait_for_step(views(folder)[2].step + 9)
+        run.process.terminate()
+        assert run.process.wait(LIMIT_S) == 75, run.text()
+    finally:
+        run.process.kill()
+    found, text = read_run(folder), run.text()
+    members = [["a", "b", "c", "c"], ["b", "c", "c"], ["b", "c", "c", "d"]]
+    assert [view.members for view in found["view"]] == members
+    assert [found["view"][each].reason for each in (0, 2)] == ["c is new", "d is new"]
+    assert text.count("no host was added") == text.count("host nowhere.invalid has no IPv4 address") == 1
+    assert f"--hostfile {hostfile} --max-hosts 3 --no-return" in text, "the command that resumes the run"
+    steps = [step.step for step in found["step"]]
+    assert steps == list(range(len(steps)))
+    if strategy == "powersgd":
+        check_samples(found, 480)
+    samples = {rank: read_run(folder, rank)["step"][-1].samples for rank in (1, 3, 4, 5)}
+    assert samples == {1: 3, 3: 2, 4: 2, 5: 2}, "shares"
+    assert str(LiveRun(folder).frame().members).startswith("b, c, d since step")
 
 
 def views(folder: Path) -> Any:

@@ -91,7 +91,7 @@ class Channel:
         self.begun: dict[str, Any] = hello["begun"]
         """If this rank joins a running job: the argument of `begin` in the other ranks"""
         self.newcomers = 0
-        """Hosts that are ready to take part again"""
+        """Ranks that are ready to take part, of hosts that have come back or are new"""
         self.newest = View.read(hello["view"])
         threading.Thread(target=self._read, args=(reader,), name="hvdtrain-views", daemon=True).start()
 
@@ -192,6 +192,10 @@ class ElasticCommunicator(TcpCommunicator):
     @property
     def number(self) -> int:
         return self._channel.number
+
+    @property
+    def newcomers(self) -> int:
+        return self._channel.newcomers
 
     def begin(self, run: Mapping[str, Any]) -> None:
         self._channel.send({"began": dict(run)})

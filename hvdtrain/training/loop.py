@@ -140,7 +140,8 @@ class Loop:
         ):
             for end in ends:
                 last = end == ends[-1]
-                self._world.admit()
+                if elastic.has_room(self._job, self._world, self._at.consumed):
+                    self._world.admit()
                 before = self._transactions.statistics()
                 try:
                     with self._observers.step(self._at.step):

@@ -83,6 +83,17 @@ def test_a_view_needs_half_of_the_last_one_in_which_all_were_connected() -> None
     assert "--min-hosts" in str(Members(4, 4).lose(1))
 
 
+def test_new_hosts_count_in_the_rule_for_views_once_they_are_connected() -> None:
+    members = Members(2, 1)
+    members.take_back([2, 3, 4])
+    assert members.lose(4) is None and members.lose(3) is None and members.lose(2) is None and members.lose(1) is None
+    members = Members(2, 1)
+    members.take_back([2, 3, 4])
+    members.establish(1)
+    assert members.lose(0) is None and members.lose(3) is None
+    assert "2 of 5 hosts are left" in str(members.lose(1))
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -99,7 +110,7 @@ def test_what_cannot_continue_is_refused(flags: list[str], said: str) -> None:
 
 
 def test_other_options_of_the_launcher_are_refused(tmp_path: Path) -> None:
-    least = (["--min-hosts", "0"], ["--min-hosts", "3"])
+    least = (["--min-hosts", "0"], ["--min-hosts", "3"], ["--max-hosts", "2"])
     for launcher in (["--logs", str(tmp_path)], ["--survive"], ["--slowest", "1"], *least):
         done = on_one_machine(2, "-c", "", launcher=launcher)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
@@ -313,8 +324,8 @@ def test_new_hosts_take_part_and_spares_wait(strategy: str, four: Cluster, tmp_p
     members = [["a", "b", "c", "c"], ["b", "c", "c"], ["b", "c", "c", "d"]]
     assert [view.members for view in found["view"]] == members
     assert [found["view"][each].reason for each in (0, 2)] == ["c is new", "d is new"]
-    assert text.count("no host was added") == text.count("host nowhere.invalid has no IPv4 address") == 1
-    assert f"--hostfile {hostfile} --max-hosts 3 --no-return" in text, "the command that resumes the run"
+    assert [text.count(each) for each in ("no host was added", "host nowhere.invalid has no IPv4 address")] == [1, 1]
+    assert f"--hostfile {hostfile} --elastic --max-hosts 3 --no-return" in text, "the command that resumes the run"
     steps = [step.step for step in found["step"]]
     assert steps == list(range(len(steps)))
     if strategy == "powersgd":

@@ -300,6 +300,10 @@ class ElasticJob:
                 slots, address = self._hostfile.found.get_nowait()
             except queue.Empty:
                 return
+            if len(self._addresses) == 1:
+                problem = f"{slots.host} cannot join, because the job started on one host"
+                say(f"{problem}; hint: start it on two or more hosts")
+                continue
             ranks = list(range(self._next_rank, self._next_rank + slots.slots))
             self._next_rank += slots.slots
             self._addresses[slots.host] = address

@@ -26,6 +26,9 @@ class HostfileWatch(threading.Thread):
         """`known`: names of hosts that are not new."""
         super().__init__(name="hvdtrain-hostfile", daemon=True)
         self._path, self._known = path, {*known}
+        self._new: list[Slots] = []
+        """New hosts in the file whose address is not known yet"""
+        self._reported: set[str] = set()
         self.found: queue.SimpleQueue[tuple[Slots, str]] = queue.SimpleQueue()
         """New hosts with their addresses"""
 
@@ -37,6 +40,7 @@ class HostfileWatch(threading.Thread):
                 self._read()
                 read = now
             before = now
+            self._new = [slots for slots in self._new if not self._resolve(slots)]
             time.sleep(LOOK_S)
 
     def _stamp(self) -> tuple[int, int, int]:
@@ -54,16 +58,20 @@ class HostfileWatch(threading.Thread):
             problem = str(failure).partition("; hint: ")[0]
             say(f"{problem}; no host was added; hint: correct the file, which is then read again")
             return
-        for slots in listed:
-            if slots.host in self._known:
-                continue
-            try:
-                address = address_of(slots.host)
-            except Failure as failure:
-                say(f"{failure}, and change {self._path} once more")
-                continue
-            self._known.add(slots.host)
-            self.found.put((slots, address))
+        self._new = [slots for slots in listed if slots.host not in self._known]
+
+    def _resolve(self, slots: Slots) -> bool:
+        """Hand over a new host if its address can be found. An error is printed once."""
+        try:
+            address = address_of(slots.host)
+        except Failure as failure:
+            if slots.host not in self._reported:
+                say(str(failure))
+            self._reported.add(slots.host)
+            return False
+        self._known.add(slots.host)
+        self.found.put((slots, address))
+        return True
 
 
 def say(text: str) -> None:

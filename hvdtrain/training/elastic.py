@@ -107,16 +107,11 @@ def joined(job: Job) -> tuple[Job, Path]:
 
 
 def has_room(job: Job, world: Communicator, consumed: int) -> bool:
-    """Whether the rest of the epoch, after `consumed` samples, has enough of them for ranks that wait to take part."""
+    """Whether the epoch has enough samples after the first `consumed` ones for the ranks that wait to take part."""
     if not isinstance(world, ElasticCommunicator) or not world.newcomers:
         return True
     size = world.size + world.newcomers
-    batch = resume.global_batch(job.run.config, size)
-    try:
-        job.loader.among(0, size, batch, None).ends(consumed)
-    except Failure:
-        return False
-    return batch >= size
+    return job.loader.has_room(consumed, size, resume.global_batch(job.run.config, size))
 
 
 def divided(job: Job, world: Communicator) -> tuple[Loader, BatchPlan]:

@@ -323,7 +323,7 @@ class ElasticJob:
                 self._restart(index)
             elif host.new and not host.unreachable:
                 host.unreachable = True
-                say(f"{host.name} does not answer over ssh, and is tried again; hint: try `ssh {host.name} true`")
+                say(f"{host.name} does not answer, and is tried again; hint: try `ssh {host.name} true`")
 
     def _restart(self, index: int) -> None:
         """Start the agent and the ranks of a lost or new host. At first they are alone in a view with a negative

@@ -44,7 +44,7 @@ class HostfileWatch(threading.Thread):
             time.sleep(LOOK_S)
 
     def _stamp(self) -> tuple[int, int, int]:
-        """Differs if the file has changed; it is all -1 if there is no file."""
+        """Differs if the file has changed; it is all -1 without a file."""
         try:
             state = self._path.stat()
         except OSError:

@@ -10,8 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from hvdtrain.launch.agent import Line, agent_command
-from hvdtrain.system import net, ssh
+from hvdtrain.launch.agent import Line, agent_command, on_host
 
 START_S = 30.0
 """Time for the connection to a host, and for its agent to start"""
@@ -85,7 +84,7 @@ class Host:
     def answers(self) -> bool | None:
         """Try whether the host can be reached. Returns None as long as that is not known."""
         if self.probe is None:
-            words = ["true"] if net.is_own(self.address) else ssh.command(self.name, ["true"])
+            words = on_host(self.name, self.address, ["true"])
             quiet = subprocess.DEVNULL
             self.probe = subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet, process_group=0)
         elif (code := self.probe.poll()) is not None:

@@ -41,7 +41,7 @@ PROGRAM = f"import sys; sys.path.insert(0, {ROOT!r}); from hvdtrain.launch.agent
 
 
 SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none", "--cpu-bind=none", "--mem=0", "--immediate=10")
-"""Runs a command beside the other steps of this allocation, on all cores of the job there. See srun(1)"""
+"""Runs a command alongside the other steps of this allocation, on all cores of the job there. See srun(1)"""
 
 
 def on_host(host: str, address: str, words: Command) -> Command:

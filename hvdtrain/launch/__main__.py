@@ -109,7 +109,7 @@ def parser(launcher: str, program: str | None = None) -> Parser:
     if launcher == "horovodrun":
         add("--gloo", action="store_true", help="run Horovod on Gloo instead of MPI")
     if launcher == "mpirun":
-        add("--elastic", action="store_true", help="continue without lost hosts; take in hosts added to the file")
+        add("--elastic", action="store_true", help="continue without lost hosts; take in new hosts of --hostfile")
         add("--min-hosts", type=int, metavar="N", help="with --elastic: end the job below N hosts (default: 1)")
         add("--max-hosts", type=int, metavar="N", help="with --elastic --hostfile: use at most N hosts of the file")
         add("--no-return", action="store_true", help="with --elastic: do not start lost hosts again")

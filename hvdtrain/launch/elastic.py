@@ -288,10 +288,10 @@ class ElasticJob:
         return self._began >= {*self._ranks()}
 
     @property
-    def _is_full(self) -> bool:
-        """Whether --max-hosts hosts are present or start."""
+    def _places(self) -> float:
+        """Hosts that may still be started (--max-hosts)."""
         started = [index for index, host in enumerate(self._hosts) if not host.gone]
-        return len({*self._members.present, *started}) >= self._max_hosts
+        return self._max_hosts - len({*self._members.present, *started})
 
     def _add_hosts(self, now: float) -> None:
         """Take in hosts that were added to the hostfile, as hosts that are lost and may come back now."""
@@ -307,14 +307,14 @@ class ElasticJob:
             ranks = list(range(self._next_rank, self._next_rank + slots.slots))
             self._next_rank += slots.slots
             self._addresses[slots.host] = address
-            if self._is_full:
+            if self._places <= sum(host.new and host.lost for host in self._hosts):
                 say(f"{slots.host} was added, and waits while {self._max_hosts} hosts take part (--max-hosts)")
             self._hosts.append(Host(slots.host, address, ranks, lost=True, new=True, return_at=now))
 
     def _bring_back(self, now: float) -> None:
         """Start lost and new hosts that answer."""
         for index, host in enumerate(self._hosts):
-            if self._ending or self._finished or self._signals or self._is_full:
+            if self._ending or self._finished or self._signals or self._places <= 0:
                 return
             if not host.lost or now < host.return_at or (answers := host.answers()) is None:
                 continue

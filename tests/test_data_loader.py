@@ -112,9 +112,12 @@ def test_others_go_on_where_some_stopped(before: int, now: int, batch: int, samp
     alone, first, others = ranks(1), ranks(before), ranks(now)
     order = [label for step in drawn(alone, 0) for label in step]
     stop = data.draw(st.sampled_from(first[0].ends()))
+    room = first[0].has_room(stop, now, batch)
     try:
         rest = drawn(others, stop)
+        assert room
     except Failure as failure:
+        assert not room
         left, fewer = samples - stop, int(str(failure).rsplit(" or fewer")[0].rsplit(maxsplit=1)[-1])
         assert f"{left} samples left in the epoch are too few for {now} ranks" in str(failure)
         assert 0 < left < 2 * now and fewer < now

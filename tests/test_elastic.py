@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +183,17 @@ def test_a_view_needs_half_of_the_last_one_in_which_all_were_connected() -> None
     assert "--min-hosts" in str(Members(4, 4).lose(1))
 
 
+def test_new_hosts_count_in_the_rule_for_views_once_they_are_connected() -> None:
+    members = Members(2, 1)
+    members.take_back([2, 3, 4])
+    assert members.lose(4) is None and members.lose(3) is None and members.lose(2) is None and members.lose(1) is None
+    members = Members(2, 1)
+    members.take_back([2, 3, 4])
+    members.establish(1)
+    assert members.lose(0) is None and members.lose(3) is None
+    assert "2 of 5 hosts are left" in str(members.lose(1))
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -199,7 +210,7 @@ def test_what_cannot_continue_is_refused(flags: list[str], said: str) -> None:
 
 
 def test_other_options_of_the_launcher_are_refused(tmp_path: Path) -> None:
-    least = (["--min-hosts", "0"], ["--min-hosts", "3"])
+    least = (["--min-hosts", "0"], ["--min-hosts", "3"], ["--max-hosts", "2"])
     for launcher in (["--logs", str(tmp_path)], ["--survive"], ["--slowest", "1"], *least):
         done = on_one_machine(2, "-c", "", launcher=launcher)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
@@ -228,20 +239,10 @@ class Run:
         folder: Path,
         *flags: str,
         launcher: Sequence[str] = ("--no-return",),
-        hosts: str = FOUR,
+        hosts: Sequence[str] = ("-H", FOUR),
     ) -> None:
         self.cluster, self.folder = cluster, folder
-        many = [
-            "launch/mpirun.sh",
-            "--elastic",
-            "--quiet",
-            *launcher,
-            "-H",
-            hosts,
-            sys.executable,
-            "-m",
-            "hvdtrain.resnet",
-        ]
+        many = ["launch/mpirun.sh", "--elastic", "--quiet", *launcher, *hosts, sys.executable, "-m", "hvdtrain.resnet"]
         with folder.with_suffix(".txt").open("w") as output:
             self.process = subprocess.Popen(
                 cluster.command("exec", "a", "--", *many, *SMALL[:4], "--run-dir", str(folder), *flags),
@@ -391,7 +392,7 @@ def test_hosts_come_back_one_after_the_other(four: Cluster, tmp_path: Path) -> N
     folder = tmp_path / "run"
     flags = ["--strategy", "topk:density=0.05", "--ema", "0.9", "--epochs", "400", "--check-replicas", "1"]
     flags += ["--global-batch-size", "96", "--epoch-samples", "480", "--evaluate-samples", "32"]
-    run = Run(four, folder, *flags, launcher=[], hosts="a:1,b:2,c:1")
+    run = Run(four, folder, *flags, launcher=[], hosts=["-H", "a:1,b:2,c:1"])
     try:
         for host in ("b", "c"):
             before = views(folder) if host == "c" else []
@@ -407,6 +408,54 @@ def test_hosts_come_back_one_after_the_other(four: Cluster, tmp_path: Path) -> N
     found = read_run(folder)
     assert [view.members for view in found["view"]] == [["a", "c"], ["a", "c", *"bb"], ["a", *"bb"], ["a", *"bb", "c"]]
     check_samples(found, 480)
+
+
+@pytest.mark.root
+def test_new_hosts_take_part_and_spares_wait(four: Cluster, tmp_path: Path) -> None:
+    """The hostfile gets a line that is wrong, a name that is unknown and a host with two ranks. Then the host of rank 0
+    is lost, and a spare one takes its place. Every replica is compared after each step."""
+    folder, hostfile = tmp_path / "run", tmp_path / "hosts"
+    hostfile.write_text("a:1\nb:1\n")
+    flags = ["--strategy", "powersgd", "--epochs", "400", "--check-replicas", "1", "--shares", "1:3"]
+    flags += ["--epoch-samples", "480", "--evaluate-samples", "32"]
+    listed = ["--hostfile", str(hostfile)]
+    run = Run(four, folder, *flags, launcher=["--max-hosts", "3", "--no-return"], hosts=listed)
+
+    def wait_for(condition: Callable[[], object]) -> None:
+        until(lambda: run.process.poll() is not None or condition(), what=run.text)
+        assert run.process.poll() is None, run.text()
+
+    try:
+        run.wait_for_step(3)
+        hostfile.write_text("a:1\nb:1\nc:0\n")
+        wait_for(lambda: "no host was added" in run.text())
+        hostfile.write_text("a:1\nb:1\nnowhere.invalid\nc slots=2\n")
+        wait_for(lambda: len(views(folder)) == 1)
+        with hostfile.open("a") as file:
+            file.write("d:1\n")
+        wait_for(lambda: "d was added, and waits" in run.text())
+        run.wait_for_step(views(folder)[0].step + 9)
+        assert len(views(folder)) == 1 and not run.ranks("d")
+        run.kill("a")
+        wait_for(lambda: len(views(folder)) == 3)
+        run.wait_for_step(views(folder)[2].step + 9)
+        run.process.terminate()
+        assert run.process.wait(LIMIT_S) == 75, run.text()
+    finally:
+        run.process.kill()
+    found, text = read_run(folder), run.text()
+    members = [["a", "b", "c", "c"], ["b", "c", "c"], ["b", "c", "c", "d"]]
+    assert [view.members for view in found["view"]] == members
+    assert [found["view"][each].reason for each in (0, 2)] == ["c is new", "d is new"]
+    assert [text.count(each) for each in ("no host was added", "host nowhere.invalid has no IPv4 address")] == [1, 1]
+    assert f"--hostfile {hostfile} --elastic --max-hosts 3 --no-return" in text, "the command that resumes the run"
+    steps = [step.step for step in found["step"]]
+    assert steps == list(range(len(steps)))
+    check_samples(found, 480)
+    samples = [read_run(folder, rank)["step"][-1].samples for rank in (0, 3, 4, 5)]
+    shares = [share * sum(samples) / 9 for share in (3, 2, 2, 2)]
+    assert all(abs(a - b) < 1 for a, b in zip(samples, shares, strict=True)), "new ranks get the mean share of 1:3"
+    assert str(LiveRun(folder).frame().members).startswith("b, c, d since step")
 
 
 def views(folder: Path) -> Any:

@@ -16,6 +16,8 @@ import pytest
 from conftest import LIMIT_S, PROGRAMS, ROOT, SMALL, until
 from slurm_cluster import SYSTEM_PATH, SlurmCluster, missing, pmix_missing, slurm, tail
 
+from hvdtrain.lab import lifecycle
+
 SCRIPT = ROOT / "launch" / "slurm.sbatch"
 PYTHON = str(ROOT / ".venv" / "bin" / "python")
 TRAIN = ["python", "-m", "hvdtrain.resnet", *SMALL]
@@ -152,6 +154,30 @@ def test_a_job_must_be_submitted_from_the_checkout(nodes: SlurmCluster, tmp_path
     assert nodes.ended(job, tmp_path / "out")["ExitCode"] == "78:0"
     (line,) = (tmp_path / "out").read_text().splitlines()
     assert line.startswith(f"slurm.sbatch: no launch/mpirun.sh in {tmp_path} on a; hint: submit from the checkout")
+
+
+@pytest.mark.root
+def test_an_elastic_job_needs_no_ssh_and_takes_a_node_back(nodes: SlurmCluster, tmp_path: Path) -> None:
+    run, output, ssh = tmp_path / "run", tmp_path / "out", tmp_path / "bin" / "ssh"
+    program(ssh, f"#!/bin/sh\ntouch {tmp_path}/called\n")
+    flags = ["--strategy", "powersgd", "--epochs", "400", "--run-dir", str(run)]
+    path = f"--export=ALL,PATH={ssh.parent}:{SYSTEM_PATH}"
+    before = nodes.processes()
+    job = nodes.submit(path, *TWO_BY_ONE, SCRIPT, "--elastic", *TRAIN, *flags, cwd=ROOT, output=output)
+
+    def views() -> list[list[str]]:
+        return [one["members"] for one in records(run) if one["type"] == "view"]
+
+    until(lambda: any(one["type"] == "step" for one in records(run)), what=lambda: f"{tail(output)} {nodes.logs()}")
+    on_b = lifecycle.processes(nodes.cluster.netns("b"))
+    (rank,) = [pid for pid in on_b if b"\0hvdtrain.resnet\0" in Path("/proc", str(pid), "cmdline").read_bytes()]
+    os.kill(rank, signal.SIGKILL)
+    until(lambda: views() == [["a"], ["a", "b"]], what=lambda: tail(output))
+    assert nodes.run(["scancel", "--signal=TERM", "--batch", str(job)]).returncode == 0
+    ended = nodes.ended(job, output)
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "75:0"), tail(output)
+    assert not (tmp_path / "called").exists()
+    until(lambda: not nodes.processes() - before, what=lambda: f"left: {nodes.processes() - before}")
 
 
 # --- srun ------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from hvdtrain import records
 from hvdtrain.results import watch
 from hvdtrain.results.live import LiveRun
+from hvdtrain.results.read.follow import Follower
 from hvdtrain.system import locks
 
 METRICS = Path("metrics") / "rank0000.jsonl"
@@ -89,6 +90,15 @@ def test_only_new_bytes_are_read(tmp_path: Path) -> None:
     writer = records.Writer(folder / METRICS)
     writer.write(runs.step(GOOD, GOOD.steps, 3))
     assert (live.frame().step, live.frame().epoch) == (GOOD.steps + 1, 3)
+
+
+def test_the_end_of_a_file_may_begin_within_a_record(tmp_path: Path) -> None:
+    file = runs.make(tmp_path / "r", GOOD) / METRICS
+    lines = file.read_bytes().splitlines(keepends=True)
+    whole, sizes = list(Follower(file).new()), [len(line) for line in lines]
+    for last_bytes in range(1, sum(sizes[-4:]) + 2):
+        count = sum(sum(sizes[-n:]) <= last_bytes for n in range(1, len(sizes)))
+        assert list(Follower(file, last_bytes).new()) == whole[len(whole) - count :]
 
 
 def test_a_resumed_run_takes_back_what_it_repeats(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ class Channel:
         self.begun: dict[str, Any] = hello["begun"]
         """If this rank joins a running job: the argument of `begin` in the other ranks"""
         self.newcomers = 0
-        """Hosts that are ready to take part again"""
+        """Ranks that are ready to take part, of hosts that have come back or are new"""
         self.places: list[Place] = []
         """Where the leaders of those hosts wait for the state of rank 0"""
         self.newest = View.read(hello["view"])
@@ -199,6 +199,10 @@ class ElasticCommunicator(TcpCommunicator):
     @property
     def number(self) -> int:
         return self._channel.number
+
+    @property
+    def newcomers(self) -> int:
+        return self._channel.newcomers
 
     def begin(self, run: Mapping[str, Any]) -> None:
         self._channel.send({"began": dict(run)})

@@ -16,7 +16,9 @@ class LaunchEnv:
     launcher: str
     """alone, torchrun, elastic (launch/mpirun.sh --elastic), horovodrun, mpirun or srun"""
     rank: int = 0
+    """`size` or more for a rank of a host that was added to a running elastic job"""
     size: int = 1
+    """Ranks at the start of the job"""
     local_rank: int = 0
     local_size: int = 1
 
@@ -49,7 +51,7 @@ def launch_env(environment: Mapping[str, str] = os.environ) -> LaunchEnv:
             local = environment.get(local_size)
             return LaunchEnv(
                 launcher=launcher,
-                rank=number(rank, environment[rank], hint, most=count - 1),
+                rank=number(rank, environment[rank], hint, most=MOST_TASKS if launcher == "elastic" else count - 1),
                 size=count,
                 local_rank=number(local_rank, environment.get(local_rank, "0"), hint, most=count - 1),
                 local_size=_tasks_on_node(environment) if local is None else number(local_size, local, hint, least=1),

@@ -87,8 +87,10 @@ class RankGroup:
         group = cls(rendezvous, sentinel, loopback)
         sentinel.join(group.gather)
         if joining and loopback.address != own:
-            other = next(address for host, address in joining.channel.addresses.items() if host != own)
-            remote = {"": socket.gethostbyname(other)}
+            others = (address for host, address in joining.channel.addresses.items() if host != own)
+            # The launcher's own name may resolve to 127.0.1.1.
+            other = next((address for address in others if not address.startswith("127.")), "")
+            remote = {"": other} if other else {}
             sentinel.route = interfaces.route(interfaces.addresses(), remote, other, interfaces.preferred_networks())
         if route := sentinel.route:
             return dataclasses.replace(group, endpoint=Endpoint(route.source, route.device))

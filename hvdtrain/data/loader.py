@@ -91,6 +91,11 @@ class Loader:
         other._ends = other.ends()
         return other
 
+    def has_room(self, consumed: int, size: int, global_batch: int) -> bool:
+        """Whether `size` ranks can continue an epoch after its first `consumed` samples."""
+        least = _least(global_batch, size) * size
+        return size <= global_batch and least <= (self._samples - consumed or self._samples)
+
     def over(self, split: Split) -> Loader:
         """The same epochs over another view of the same items."""
         other = copy.copy(self)

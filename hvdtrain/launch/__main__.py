@@ -109,8 +109,9 @@ def parser(launcher: str, program: str | None = None) -> Parser:
     if launcher == "horovodrun":
         add("--gloo", action="store_true", help="run Horovod on Gloo instead of MPI")
     if launcher == "mpirun":
-        add("--elastic", action="store_true", help="continue without lost hosts until they come back")
+        add("--elastic", action="store_true", help="continue without lost hosts; take in new hosts of --hostfile")
         add("--min-hosts", type=int, metavar="N", help="with --elastic: end the job below N hosts (default: 1)")
+        add("--max-hosts", type=int, metavar="N", help="with --elastic --hostfile: use at most N hosts of the file")
         add("--no-return", action="store_true", help="with --elastic: do not start lost hosts again")
         add("--slowest", type=float, metavar="X", help="with --elastic: drop a host X times as slow as the others")
     add("--survive", action="store_true", help="keep running if a rank dies that the strategy can do without")
@@ -212,6 +213,10 @@ def check_elastic(options: argparse.Namespace) -> None:
     is_elastic, least = getattr(options, "elastic", False), getattr(options, "min_hosts", None)
     if least is not None and (not is_elastic or least < 1):
         raise Failure(f"--min-hosts {least}; hint: give 1 or more, together with --elastic", exits.USAGE)
+    most = getattr(options, "max_hosts", None)
+    if most is not None and (not is_elastic or most < 1 or not options.hostfile or options.np is not None):
+        hint = "give 1 or more, together with --elastic and --hostfile, and without -np"
+        raise Failure(f"--max-hosts {most}; hint: {hint}", exits.USAGE)
     if getattr(options, "no_return", False) and not is_elastic:
         raise Failure("--no-return; hint: give it together with --elastic", exits.USAGE)
     slowest = getattr(options, "slowest", None)
@@ -235,6 +240,7 @@ def make_plan(launcher: str, options: argparse.Namespace, environment: Mapping[s
         hint = "give --nic for the interface, or use mpirun"
         raise Failure(f"--mca {min(own)}: horovodrun sets this parameter itself; hint: {hint}", exits.USAGE)
     available, source = find_hosts(options, environment)
+    available = available[: getattr(options, "max_hosts", None)]
     slots = sum(slot.slots for slot in available)
     ranks = slots if options.np is None else options.np
     if ranks > slots:
@@ -290,6 +296,12 @@ def _private(setting: Setting, passed: Collection[str]) -> bool:
     return not setting.mca and (named or redacted(setting.value) != setting.value)
 
 
+def _watched_hostfile(options: argparse.Namespace) -> Path | None:
+    """The hostfile of an elastic job that takes in new hosts. With -np the number of ranks is fixed."""
+    is_elastic = getattr(options, "elastic", False)
+    return options.hostfile if is_elastic and options.hostfile and options.np is None else None
+
+
 def typed(plan: Plan, options: argparse.Namespace) -> str:
     """The command line that starts the same ranks again. In a Slurm allocation it does not name the hosts.
 
@@ -297,13 +309,16 @@ def typed(plan: Plan, options: argparse.Namespace) -> str:
     """
     words = options.program.split()
     words += ["--gloo"] if plan.launcher == "horovodrun" and plan.backend == GLOO else []
-    if options.hosts or options.hostfile or plan.hosts[0].host == "localhost":
+    if hostfile := _watched_hostfile(options):
+        words += ["--hostfile", str(hostfile)]
+    elif options.hosts or options.hostfile or plan.hosts[0].host == "localhost":
         words += ["-H", hosts.as_argument(plan.hosts)]
     elif options.np:
         words += ["-np", str(plan.ranks)]
     words += ["--survive"] if options.survive else []
     if getattr(options, "elastic", False):
         words += ["--elastic", *(["--min-hosts", str(options.min_hosts)] if options.min_hosts else [])]
+        words += ["--max-hosts", str(options.max_hosts)] if options.max_hosts else []
         words += ["--no-return"] if options.no_return else []
         words += ["--slowest", f"{options.slowest:g}"] if options.slowest else []
     for name in ("nic", "rate", "logs"):
@@ -355,16 +370,17 @@ def start_elastic(plan: Plan, variables: Mapping[str, str], options: argparse.Na
     passed = {name: text for name, text in variables.items() if passes(name, (*FOR_RANKS, *plan.passed, *own))}
     places = [(slot, address_of(slot.host)) for slot in plan.hosts]
     if options.dry_run:
-        print(elastic.show(places, plan.command))
+        print(elastic.show(places, plan.command, _watched_hostfile(options)))
         return exits.OK
     sys.stderr.flush()
-    least, slowest = options.min_hosts or 1, options.slowest or math.inf
     job = elastic.ElasticJob(
         places,
         plan.command,
         passed,
-        min_hosts=least,
-        slowest=slowest,
+        min_hosts=options.min_hosts or 1,
+        max_hosts=options.max_hosts or math.inf,
+        hostfile=_watched_hostfile(options),
+        slowest=options.slowest or math.inf,
         returns=not options.no_return,
         grace_s=options.grace,
     )

@@ -1,6 +1,6 @@
 """The agent of one host in an elastic job: it starts the host's ranks and connects them to the launcher.
 
-`launch.elastic` starts one agent per host, over ssh. Both sides write one JSON object per line:
+`launch.elastic` starts one agent per host, over ssh or with Slurm's srun. Both sides write one JSON object per line:
 
     launcher -> agent   the job (first line), beat, to + message (for ranks), signal, end
     agent -> launcher   beat, from + message (of a rank), stdout (of a rank), ended + code (of a rank)
@@ -24,8 +24,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.system import net, ssh
+from hvdtrain.system import hosts, net, ssh
 from hvdtrain.system.commands import Command
+from hvdtrain.system.exits import Failure
 
 FD = "HVDTRAIN_ELASTIC_FD"
 """Variable with the descriptor of a rank's socket to its agent"""
@@ -39,10 +40,26 @@ ROOT = str(Path(__file__).resolve().parents[2])
 PROGRAM = f"import sys; sys.path.insert(0, {ROOT!r}); from hvdtrain.launch.agent import main; main()"
 
 
+SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none", "--cpu-bind=none", "--mem=0", "--immediate=10")
+"""Runs a command alongside the other steps of this allocation, on all cores of the job there. See srun(1)"""
+
+
+def on_host(host: str, address: str, words: Command) -> Command:
+    """The words that run a command on a host: with srun if Slurm has allocated it to this job, otherwise over ssh.
+
+    Without either if the host is this machine.
+    """
+    if net.is_own(address):
+        return words
+    with contextlib.suppress(Failure):
+        if host in hosts.expand_nodelist(os.environ.get("SLURM_JOB_NODELIST", "")):
+            return [*SRUN, f"--nodelist={host}", "--", *words]
+    return ssh.command(host, words)
+
+
 def agent_command(host: str, address: str) -> Command:
-    """The words that start the agent of a host, without ssh if the host is this machine."""
-    words = [sys.executable, "-I", "-S", "-c", PROGRAM]
-    return words if net.is_own(address) else ssh.command(host, words)
+    """The words that start the agent of a host."""
+    return on_host(host, address, [sys.executable, "-I", "-S", "-c", PROGRAM])
 
 
 class Line:

@@ -6,29 +6,30 @@ number. A host is lost if a signal ends one of its ranks, if its connection ends
 Only the launcher makes views, so the two sides of a divided network can never both continue: a side without the
 launcher gets no new view. A new view needs at least half of the hosts of the last one, and --min-hosts.
 
-A lost host is started again as soon as it answers. When its ranks are ready, rank 0 of the job opens the next view
-between two steps, and gives them its state (`comm.elastic`).
+A lost host is started again as soon as it answers, and so is a host that is added to the hostfile. When its ranks are
+ready, rank 0 of the job opens the next view between two steps, and gives them its state (`comm.elastic`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import secrets
 import select
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hvdtrain.launch.agent import BEAT_S, Line, agent_command
-from hvdtrain.launch.members import RETURN_MAX_S, Host, Members, slowness
-from hvdtrain.system import exits, net, ssh
+from hvdtrain.launch.agent import BEAT_S, agent_command
+from hvdtrain.launch.hostfile import HostfileWatch, say
+from hvdtrain.launch.members import RETURN_MAX_S, Host, Members, arrival, dismiss, slowness
+from hvdtrain.system import exits
 from hvdtrain.system.commands import Command
 from hvdtrain.system.hosts import Slots
 
@@ -40,8 +41,6 @@ SLOW_REPORTS = 3
 """Reports in a row after which a host counts as slow"""
 ATTEMPTS = 5
 """Views in a row in which the members could not connect, after which the job ends"""
-START_S = 30.0
-"""Time for the connection to a host, and for its agent to start"""
 LAST_WORDS_S = 4.0
 """Time for the other ranks to end after one of them failed"""
 KEY_BYTES = 32
@@ -57,13 +56,16 @@ class ElasticJob:
         environment: Mapping[str, str],
         *,
         min_hosts: int,
+        max_hosts: float,
+        hostfile: Path | None,
         slowest: float,
         returns: bool,
         grace_s: float,
     ) -> None:
-        """`places`: each host with its slots and its address. `slowest`: see `_heed_pace`. `returns`: whether hosts may
-        come back."""
-        self._slowest, self._returns = slowest, returns
+        """`places`: each host with its slots and its address. `hostfile`: hosts that are added to this file take part,
+        until there are `max_hosts`. `slowest`: see `_heed_pace`. `returns`: whether hosts may come back."""
+        self._slowest, self._returns, self._max_hosts = slowest, returns, max_hosts
+        self._hostfile = HostfileWatch(hostfile, [slots.host for slots, _ in places]) if hostfile else None
         self._grace_s, self._members = grace_s, Members(len(places), min_hosts)
         self._signals: list[signal.Signals] = []
         self._deadline: float | None = None
@@ -82,11 +84,8 @@ class ElasticJob:
         self._attempts = 0
         size = sum(slots.slots for slots, _ in places)
         self._job = {"command": command, "environment": dict(environment), "folder": str(Path.cwd()), "size": size}
-        self._hello = {
-            "job_key": secrets.token_hex(KEY_BYTES),
-            "addresses": {slots.host: address for slots, address in places},
-            "begun": {},
-        }
+        self._addresses = {slots.host: address for slots, address in places}
+        self._hello = {"job_key": secrets.token_hex(KEY_BYTES), "addresses": self._addresses, "begun": {}}
         names = [slots.host for slots, _ in places for _ in range(slots.slots)]
         view = {"number": 0, "ranks": list(range(size)), "hosts": names, "reason": ""}
         self._hosts: list[Host] = []
@@ -94,21 +93,15 @@ class ElasticJob:
         for slots, address in places:
             ranks = list(range(first, first + slots.slots))
             first += slots.slots
-            process, line = self._agent(slots.host, address, ranks, view)
-            heard_at = time.monotonic() + START_S
-            self._hosts.append(Host(slots.host, address, ranks, process, line, heard_at, running={*ranks}))
+            self._hosts.append(Host(slots.host, address, ranks))
+            self._start(self._hosts[-1], view)
+        self._next_rank = size + 1  # `size` is the number of the records of a rank 0 that comes back
+        if self._hostfile:
+            self._hostfile.start()
 
-    def _agent(
-        self, name: str, address: str, ranks: list[int], view: dict[str, Any]
-    ) -> tuple[subprocess.Popen[bytes], Line]:
+    def _start(self, host: Host, view: dict[str, Any]) -> None:
         """Start the agent of a host, and its ranks, whose first view is `view`."""
-        process = subprocess.Popen(
-            agent_command(name, address), stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0, bufsize=0
-        )
-        assert process.stdin is not None and process.stdout is not None
-        line = Line(process.stdout.fileno(), process.stdin.fileno())
-        line.send({**self._job, "ranks": ranks, "hello": {**self._hello, "view": view}})
-        return process, line
+        host.start({**self._job, "ranks": host.ranks, "hello": {**self._hello, "view": view}})
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         again = number != signal.SIGUSR1 and any(before != signal.SIGUSR1 for before in self._signals)
@@ -129,7 +122,7 @@ class ElasticJob:
             before = now
             if self._signals and now - asked_at > 5.0:
                 if not asked_at:
-                    _say("stopping: the ranks save a checkpoint (a second SIGTERM or Ctrl-C ends them immediately)")
+                    say("stopping: the ranks save a checkpoint (a second SIGTERM or Ctrl-C ends them immediately)")
                 self._send_all({"signal": signal.SIGUSR1})
                 asked_at = now
             if self._deadline is not None and now > self._deadline:
@@ -141,8 +134,9 @@ class ElasticJob:
                 next_beat = now + BEAT_S
             self._receive(BEAT_S / 4)
             self._check(time.monotonic())
+            self._add_hosts(time.monotonic())
             self._bring_back(time.monotonic())
-        self._dismiss()
+        dismiss(self._hosts, LAST_WORDS_S)
         if self._code is not None:
             return self._code
         if self._finished:
@@ -171,6 +165,7 @@ class ElasticJob:
     def _closed(self, index: int) -> None:
         host = self._hosts[index]
         if host.running and not host.lost:
+            assert host.process is not None
             with contextlib.suppress(subprocess.TimeoutExpired):  # the agent could not start the command, and says why
                 if host.process.wait(BEAT_S) == exits.UNREACHABLE and index in self._members.present:
                     self._code = exits.UNREACHABLE
@@ -215,6 +210,8 @@ class ElasticJob:
             self._joined.add(rank)
             if self._joined == {*self._ranks()}:
                 self._members.establish(self._members.number)
+                for index in self._members.present:
+                    self._hosts[index].new = False
                 self._again_at, self._attempts = None, 0
         elif "broken" in message and self._finished:
             self._end(None)  # the run is complete, and this rank waits for one that has ended
@@ -234,7 +231,7 @@ class ElasticJob:
             name = signal.Signals(-code).name if -code in {*signal.Signals} else str(-code)
             reason = f"rank {rank} on {host.name} was ended by {name}"
             if self._finished:
-                _say(f"{reason}, after another rank had finished")
+                say(f"{reason}, after another rank had finished")
             self._lose(index, reason)
         elif self._code is None and code > 0:
             self._code = code
@@ -253,7 +250,10 @@ class ElasticJob:
                 self._lose(index, f"host {host.name} is silent for {SILENCE_S:g} s (host or link down)")
         if self._again_at is not None and now > self._again_at and not self._ending:
             for index in [*self._members.returned]:
-                self._lose(index, f"host {self._hosts[index].name} came back, but the others could not connect to it")
+                host = self._hosts[index]
+                self._lose(index, f"{arrival([host])}, but the others could not connect to it")
+                if host.new:  # each try interrupts the others
+                    host.return_at = float("inf")
                 return
             self._attempts += 1
             if self._attempts > ATTEMPTS:
@@ -265,53 +265,77 @@ class ElasticJob:
         host = self._hosts[index]
         host.line.send({"end": True})
         host.lost = True
-        host.return_at, host.wait_s = time.monotonic() + host.wait_s, min(2 * host.wait_s, RETURN_MAX_S)
+        again = self._returns or host.new
+        host.return_at = time.monotonic() + host.wait_s if again else float("inf")
+        host.wait_s = min(2 * host.wait_s, RETURN_MAX_S)
         if self._ending or self._finished:
             return
         if index not in self._members.present:
-            _say(f"{reason}, before it took part again")
+            say(f"{reason}, before it took part{'' if host.new else ' again'}")
             self._announce()
             return
-        if self._began != {rank for each in self._hosts for rank in each.ranks} and self._members.number == 0:
+        if self._members.number == 0 and not self._all_began:
             self._end(f"{reason} before step 0")
             return
         if problem := self._members.lose(index):
             self._end(f"{reason}; {problem}")
             return
         names = ", ".join(self._hosts[each].name for each in self._members.present)
-        _say(f"{reason}; continuing with {names} (view {self._members.number})")
+        say(f"{reason}; continuing with {names} (view {self._members.number})")
         self._show_view(reason)
 
-    def _bring_back(self, now: float) -> None:
-        """Start lost hosts that answer again."""
-        for index, host in enumerate(self._hosts):
-            if not self._returns or self._ending or self._finished or self._signals:
+    @property
+    def _all_began(self) -> bool:
+        """Whether all present ranks have come to step 0."""
+        return self._began >= {*self._ranks()}
+
+    @property
+    def _places(self) -> float:
+        """Hosts that may still be started (--max-hosts)."""
+        started = [index for index, host in enumerate(self._hosts) if not host.gone]
+        return self._max_hosts - len({*self._members.present, *started})
+
+    def _add_hosts(self, now: float) -> None:
+        """Take in hosts that were added to the hostfile, as hosts that are lost and may come back now."""
+        while self._hostfile is not None and self._all_began:
+            try:
+                slots, address = self._hostfile.found.get_nowait()
+            except queue.Empty:
                 return
-            if not host.lost or now < host.return_at:
+            if len(self._addresses) == 1:
+                problem = f"{slots.host} cannot join, because the job started on one host"
+                say(f"{problem}; hint: start it on two or more hosts")
                 continue
-            if host.probe is None:
-                words = ["true"] if net.is_own(host.address) else ssh.command(host.name, ["true"])
-                quiet = subprocess.DEVNULL
-                host.probe = subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet, process_group=0)
-            elif (code := host.probe.poll()) is not None:
-                host.probe, host.return_at = None, now + host.wait_s
-                if code == 0:
-                    self._restart(index)
+            ranks = list(range(self._next_rank, self._next_rank + slots.slots))
+            self._next_rank += slots.slots
+            self._addresses[slots.host] = address
+            if self._places <= sum(host.new and host.lost for host in self._hosts):
+                say(f"{slots.host} was added, and waits while {self._max_hosts} hosts take part (--max-hosts)")
+            self._hosts.append(Host(slots.host, address, ranks, lost=True, new=True, return_at=now))
+
+    def _bring_back(self, now: float) -> None:
+        """Start lost and new hosts that answer."""
+        for index, host in enumerate(self._hosts):
+            if self._ending or self._finished or self._signals or self._places <= 0:
+                return
+            if not host.lost or now < host.return_at or (answers := host.answers()) is None:
+                continue
+            host.return_at = now + host.wait_s
+            if answers:
+                self._restart(index)
+            elif host.new and not host.unreachable:
+                host.unreachable = True
+                say(f"{host.name} does not answer, and is tried again; hint: try `ssh {host.name} true`")
 
     def _restart(self, index: int) -> None:
-        """Start the agent and the ranks of a lost host. At first they are alone in a view with a negative number."""
+        """Start the agent and the ranks of a lost or new host. At first they are alone in a view with a negative
+        number."""
         host, number = self._hosts[index], -1 - index
-        assert host.process.stdin is not None and host.process.stdout is not None
-        host.process.kill()
-        host.process.wait()
-        host.process.stdin.close()
-        host.process.stdout.close()
+        host.stop()
         for key in [key for key in self._gathers if key[0] == number]:
             del self._gathers[key]
         view = {"number": number, "ranks": host.ranks, "hosts": [host.name] * len(host.ranks), "reason": ""}
-        host.process, host.line = self._agent(host.name, host.address, host.ranks, view)
-        host.heard_at, host.lost, host.running, host.ready = time.monotonic() + START_S, False, {*host.ranks}, set()
-        host.place, host.pace_s, host.slow = None, {}, 0
+        self._start(host, view)
 
     def _heed_pace(self, index: int, rank: int, message: dict[str, Any]) -> None:
         """Put out a host that computes `slowest` times as long as the others do, in SLOW_REPORTS reports in a row."""
@@ -325,14 +349,15 @@ class ElasticJob:
             host.return_at = float("inf")
 
     def _newcomers(self) -> list[int]:
-        """Hosts whose ranks are all ready to take part again."""
+        """Lost and new hosts whose ranks are all ready to take part."""
         absent = [index for index in range(len(self._hosts)) if index not in self._members.present]
         return [index for index in absent if not self._hosts[index].gone and self._hosts[index].all_ready]
 
     def _announce(self) -> None:
-        """Send the members the number of hosts that are ready to take part again. Rank 0 answers between two steps."""
+        """Send the members the number of ranks that are ready to take part. Rank 0 answers between two steps."""
         hosts = [self._hosts[index] for index in self._newcomers()]
-        self._tell({"newcomers": len(hosts), "places": [host.place for host in hosts if host.place]})
+        places = [host.place for host in hosts if host.place]
+        self._tell({"newcomers": sum(len(host.ranks) for host in hosts), "places": places})
 
     def _admit(self, ranks: Sequence[int] | None) -> None:
         """Rank 0 waits for the next view. `ranks`: a rank of each host to take in; None for all."""
@@ -340,9 +365,8 @@ class ElasticJob:
         if ranks is not None:
             hosts = [index for index in hosts if not {*ranks}.isdisjoint(self._hosts[index].ranks)]
         self._members.take_back(hosts)
-        names = " and ".join(self._hosts[index].name for index in hosts)
-        reason = f"{names} came back" if hosts else "a host came back, and was lost again"
-        _say(f"{reason} (view {self._members.number})")
+        reason = arrival([self._hosts[index] for index in hosts])
+        say(f"{reason} (view {self._members.number})")
         self._show_view(reason)
 
     def _show_view(self, reason: str) -> None:
@@ -375,31 +399,12 @@ class ElasticJob:
         self._ending, self._give_up_at = True, time.monotonic() + LAST_WORDS_S
         if reason:
             hint = "continue from the last checkpoint with --resume" if self._began else "the lines above may say why"
-            _say(f"{reason}; ending the job; hint: {hint}")
+            say(f"{reason}; ending the job; hint: {hint}")
         self._send_all({"end": True})
 
-    def _dismiss(self) -> None:
-        """End the agents. On lost hosts they may not answer."""
-        for host in self._hosts:
-            assert host.process.stdin is not None
-            host.process.stdin.close()
-        until = time.monotonic() + LAST_WORDS_S
-        for host in self._hosts:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                host.process.wait(max(0.0, 0.0 if host.lost else until - time.monotonic()))
-        for host in self._hosts:
-            for process in (host.process, host.probe):
-                if process is not None and process.poll() is None:
-                    process.terminate()
-                    process.wait()
 
-
-def show(places: Sequence[tuple[Slots, str]], command: Command) -> str:
+def show(places: Sequence[tuple[Slots, str]], command: Command, hostfile: Path | None) -> str:
     """The commands of a dry run. The agents get the ranks' command on standard input."""
     lines = [shlex.join(agent_command(slots.host, address)) for slots, address in places]
-    return "\n".join([*lines, f"# each starts its ranks of: {shlex.join(command)}"])
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(sys.stderr.fileno(), f"hvdtrain: {text}\n".encode())
+    lines.append(f"# each starts its ranks of: {shlex.join(command)}")
+    return "\n".join([*lines, *([f"# hosts that are added to {hostfile} join the job"] if hostfile else [])])

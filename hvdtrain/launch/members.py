@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 import subprocess
+import time
 from collections.abc import Sequence
 from typing import Any
 
-from hvdtrain.launch.agent import Line
+from hvdtrain.launch.agent import Line, agent_command, on_host
 
+START_S = 30.0
+"""Time for the connection to a host, and for its agent to start"""
 RETURN_S = 5.0
 """Wait before a lost host is started again. It doubles with each loss of that host, up to RETURN_MAX_S"""
 RETURN_MAX_S = 60.0
@@ -22,10 +26,15 @@ class Host:
     name: str
     address: str
     ranks: list[int]
-    process: subprocess.Popen[bytes]
-    line: Line
-    heard_at: float
+    process: subprocess.Popen[bytes] | None = None
+    """Its agent; None until it is started"""
+    line: Line = dataclasses.field(init=False)
+    heard_at: float = 0.0
     lost: bool = False
+    new: bool = False
+    """Whether it was added to the hostfile, and has not taken part yet"""
+    unreachable: bool = False
+    """A new host that did not answer"""
     running: set[int] = dataclasses.field(default_factory=set)
     """Its ranks that have not ended"""
     ready: set[int] = dataclasses.field(default_factory=set)
@@ -40,7 +49,7 @@ class Host:
     return_at: float = float("inf")
     """When it is started again"""
     probe: subprocess.Popen[bytes] | None = None
-    """Tries whether the lost host answers"""
+    """Tries whether the lost or new host answers"""
 
     @property
     def all_ready(self) -> bool:
@@ -50,11 +59,72 @@ class Host:
     def gone(self) -> bool:
         return self.lost or not self.running
 
+    def start(self, job: dict[str, Any]) -> None:
+        """Start its agent, which starts the ranks."""
+        self.process = process = subprocess.Popen(
+            agent_command(self.name, self.address),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            process_group=0,
+            bufsize=0,
+        )
+        assert process.stdin is not None and process.stdout is not None
+        self.line = Line(process.stdout.fileno(), process.stdin.fileno())
+        self.line.send(job)
+        self.heard_at, self.lost = time.monotonic() + START_S, False
+        self.running, self.ready, self.pace_s, self.slow = {*self.ranks}, set(), {}, 0
+        self.place = None
+
+    def stop(self) -> None:
+        """End the connection to its agent at once."""
+        if self.process is not None:
+            assert self.process.stdin is not None and self.process.stdout is not None
+            self.process.kill()
+            self.process.wait()
+            self.process.stdin.close()
+            self.process.stdout.close()
+
+    def answers(self) -> bool | None:
+        """Try whether the host can be reached. Returns None as long as that is not known."""
+        if self.probe is None:
+            words = on_host(self.name, self.address, ["true"])
+            quiet = subprocess.DEVNULL
+            self.probe = subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet, process_group=0)
+        elif (code := self.probe.poll()) is not None:
+            self.probe = None
+            return code == 0
+        return None
+
+
+def arrival(hosts: Sequence[Host]) -> str:
+    """Describe the hosts that take part from now on."""
+    back, new = ([host.name for host in hosts if host.new == new] for new in (False, True))
+    words = [f"{' and '.join(back)} came back"] if back else []
+    words += [f"{' and '.join(new)} {'is' if len(new) == 1 else 'are'} new"] if new else []
+    return ", ".join(words) or "a host was ready to take part, and was lost again"
+
 
 def slowness(host: Host, others: Sequence[Host]) -> float:
     """Return how many times as long as the median of the others a host computes in a step; 0 if it is not known."""
     paces = [max(other.pace_s.values()) for other in others if other.pace_s]
     return max(host.pace_s.values()) / statistics.median(paces) if paces and host.pace_s else 0.0
+
+
+def dismiss(hosts: Sequence[Host], patience_s: float) -> None:
+    """End the agents. On lost hosts they may not answer."""
+    agents = [(host.process, host.lost) for host in hosts if host.process is not None]
+    for agent, _ in agents:
+        assert agent.stdin is not None
+        agent.stdin.close()
+    until = time.monotonic() + patience_s
+    for agent, lost in agents:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            agent.wait(max(0.0, 0.0 if lost else until - time.monotonic()))
+    for host in hosts:
+        for process in (host.process, host.probe):
+            if process is not None and process.poll() is None:
+                process.terminate()
+                process.wait()
 
 
 class Members:

@@ -70,12 +70,17 @@ class Stages:
     @property
     def data(self) -> int:
         """The replica of this rank."""
-        return self.mesh.at(self.environment.rank)[0]
+        return self._place[0]
 
     @property
     def stage(self) -> int:
         """The stage of this rank."""
-        return self.mesh.at(self.environment.rank)[1]
+        return self._place[1]
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        # A rank of a new host of an elastic job has no place among the ranks that start the job. It gets one later.
+        return self.mesh.at(min(self.environment.rank, self.mesh.ranks - 1))
 
     @property
     def parted(self) -> bool:

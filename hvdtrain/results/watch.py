@@ -91,7 +91,7 @@ def main(arguments: list[str]) -> int:
 def shown(frame: Frame, width: int) -> RenderableType:
     """The frame as text for a terminal of this width."""
     what = f"{frame.workload}, {frame.framework or 'no framework'}, {frame.strategy or 'no strategy'}"
-    where = f"{_count(frame.ranks, 'rank')} on {_count(len(frame.hosts), 'host')}"
+    where = _count(frame.ranks, "rank") + ("" if frame.members else f" on {_count(len(frame.hosts), 'host')}")
     members = [Text(f"now on {frame.members}", style="yellow")] if frame.members else []
     parts: list[RenderableType] = [
         Text(printable(frame.run_dir), style="bold", overflow="ellipsis", no_wrap=True),

@@ -106,7 +106,7 @@ def begun(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def joined(job: Job) -> tuple[Job, Path]:
-    """Return the job of a rank whose host has come back, and the run folder.
+    """Return the job of a rank whose host has come back or is new, and the run folder.
 
     For --strategy auto it has the profile of another rank, because all ranks choose alike.
     Raises Failure (78) if the others have other settings.
@@ -114,8 +114,8 @@ def joined(job: Job) -> tuple[Job, Path]:
     run, world = job.run, job.ranks
     if differences := differing(world.begun["identity"], json.loads(json.dumps(run.identity()))):
         raise Failure(
-            f"{world.host} came back with other settings: {'; '.join(differences)}; hint: use the same version of "
-            "hvdtrain and the same data on all hosts",
+            f"{world.host} has other settings than the running job: {'; '.join(differences)}; hint: use the same "
+            "version of hvdtrain and the same data on all hosts",
             exits.BAD_CONFIG,
         )
     begun = world.begun
@@ -125,17 +125,26 @@ def joined(job: Job) -> tuple[Job, Path]:
     return dataclasses.replace(job, run=run, auto=begun["auto"], profile=profile), Path(begun["folder"])
 
 
+def has_room(job: Job, world: Communicator, consumed: int) -> bool:
+    """Whether the epoch has enough samples after the first `consumed` ones for the ranks that wait to take part."""
+    if not isinstance(world, ElasticCommunicator) or not world.newcomers:
+        return True
+    size = world.size + world.newcomers
+    return job.loader.has_room(consumed, size, resume.global_batch(job.run.config, size))
+
+
 def divided(job: Job, world: Communicator, balance: Balance | None) -> tuple[Loader, BatchPlan]:
     """Return the loader and the plan of a job for its present members. Collective.
 
     A global batch that was given stays, and each rank takes more of it. Otherwise each rank keeps its batch, so the
-    global batch shrinks, and --lr-scaling applies.
+    global batch changes, and --lr-scaling applies. With unequal shares, a rank of a new host gets their mean.
     """
     config, shares = job.run.config, job.run.plan.shares
     if balance is not None:
         shares = balance.shares(world)
     elif shares is not None and isinstance(world, ElasticCommunicator):
-        shares = tuple(shares[rank] for rank in world.view.ranks)
+        mean = sum(shares) / len(shares)
+        shares = tuple(shares[rank] if rank < len(shares) else mean for rank in world.view.ranks)
     batch = resume.global_batch(config, world.size)
     loader = job.loader.among(world.rank, world.size, batch, shares)
     plan = batch_plan.batch_plan(config, world.size, batch, loader.steps_per_epoch, shares)
@@ -164,7 +173,7 @@ def keep_division(folder: Path, world: Communicator, plan: BatchPlan) -> None:
 def records_number(world: Communicator, ranks: int) -> int:
     """Return the number of this rank's file of records. `ranks`: their number at the start of the run.
 
-    If the former rank 0 comes back, its file belongs to the present rank 0.
+    If the former rank 0 comes back, its file belongs to the present rank 0. No other rank has the number `ranks`.
     """
     return world.number if world.number or not world.joining else ranks
 

@@ -69,13 +69,14 @@ class Joining:
 
     # --- on rank 0 -------------------------------------------------------------------------------------------------
 
-    def admit(self) -> None:
-        """Between two steps: begin to feed new hosts, and admit those that have caught up."""
+    def admit(self, has_room: bool) -> None:
+        """Between two steps: begin to feed new hosts, and admit those that have caught up if the epoch `has_room`."""
         world = self._world
         if not isinstance(world, ElasticCommunicator) or not (world.places or self._feeds):
             return
         if world.hosts_count == 1:  # there are no exchanges that could be repeated
-            world.admit()
+            if has_room:
+                world.admit()
             return
         for place in [place for place, feed in self._feeds.items() if feed.failed or place not in world.places]:
             self._feeds.pop(place).close()
@@ -85,7 +86,7 @@ class Joining:
             for place in world.places:
                 if place not in self._used:
                     self._begin(world, place)
-        if not self._feeds or not self._near():
+        if not (has_room and self._feeds and self._near()):
             return
         if all(feed.finish(functools.partial(self._is_wanted, place)) for place, feed in self._feeds.items()):
             self._caught_up = True

@@ -151,7 +151,7 @@ class Loop:
         ):
             for end in ends:
                 last = end == ends[-1]
-                self._joining.admit()
+                self._joining.admit(elastic.has_room(self._job, self._world, self._at.consumed))
                 before = self._transactions.statistics()
                 try:
                     with self._observers.step(self._at.step):

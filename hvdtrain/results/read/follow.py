@@ -39,6 +39,9 @@ class Follower:
                 self._at, self._inode = 0, about.st_ino
             if self._last_bytes is not None:
                 self._at, self._last_bytes = max(0, about.st_size - self._last_bytes), None
+                if self._at:  # continue after the end of this line
+                    stream.seek(self._at - 1)
+                    self._at += len(stream.readline(records.LONGEST_LINE_BYTES)) - 1
             stream.seek(self._at)
             while line := stream.readline(records.LONGEST_LINE_BYTES + 1):
                 if len(line) > records.LONGEST_LINE_BYTES:

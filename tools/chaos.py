@@ -90,7 +90,7 @@ def broken_records(case: Case, files: dict[str, list[dict[str, Any]]]) -> Iterat
         if not case.samples - lost <= each["samples"] <= case.samples:
             yield f"epoch {each['epoch']} has {each['samples']} of {case.samples} samples"
     present = views[-1]["members"] if views else case.hosts
-    if present != case.survivors:
+    if sorted(present) != sorted(case.survivors or []):
         yield f"{', '.join(present)} continued instead of {', '.join(case.survivors or [])}"
     members: dict[int, list[str]] = {}
     for name, lines in files.items():

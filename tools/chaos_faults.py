@@ -87,14 +87,16 @@ def drawn(seed: int, rates: Sequence[str], kinds: Sequence[str]) -> Case:
     strategy = draw.choice([name for name in STRATEGIES if name != "hierarchical" or dense])
     others = [name for name in NAMES if name != launcher]
     victims = draw.sample(others, 2 if kind in ("two", "split", "pair") else 1)
-    if kind in ("rank", "evaluation", "checkpoint"):
+    if kind == "join":
+        victims = draw.sample(NAMES, 2)
+    elif kind in ("rank", "evaluation", "checkpoint"):
         victims = [draw.choice(NAMES)]
     elif kind in ("rank-0", "return-0", "launcher", "launcher-cut", "launcher-stop"):
         victims = ["a" if kind in ("rank-0", "return-0") else launcher]
     elif kind == "disk":  # the records of rank 0 are read later
         victims = [draw.choice([name for name in others if name != "a"])]
     per_epoch, epochs = (
-        (1, 30) if kind == "evaluation" else (6, 120 if kind in RETURNS else 40 if kind in HARMLESS else 10)
+        (1, 30) if kind == "evaluation" else (6, 80 if kind in RETURNS else 40 if kind in HARMLESS else 10)
     )
     if strategy == "hierarchical" and is_slow:
         per_epoch, epochs = min(3, per_epoch), 12 // min(3, per_epoch)
@@ -228,6 +230,9 @@ class Run:
         """The processes of the ranks that the fault hits."""
         return [pid for pid, host in self._ranks.items() if host in self.case.victims]
 
+    def ranks_on(self, host: str) -> list[int]:
+        return [pid for pid, where in self._ranks.items() if where == host]
+
     def processes(self) -> list[int]:
         """All processes of the job on the hosts that the fault hits."""
         return [pid for pid, host in self.lab.processes().items() if host in self.case.victims]
@@ -251,9 +256,15 @@ class Run:
         self.wait(HELD_S)
 
     def wait_for_return(self) -> None:
-        """Wait until the lost host takes part again."""
+        """Wait until all lost hosts take part again."""
         path = self._folder / "metrics" / "rank0000.jsonl"
-        self.wait(60, lambda: path.exists() and b'came back"' in path.read_bytes())
+
+        def complete() -> bool:
+            lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+            views = [json.loads(line) for line in lines if line.startswith(b'{"type":"view"')]
+            return bool(views) and views[-1]["ranks"] == len(self.case.hosts)
+
+        self.wait(60, complete)
 
     def finished(self) -> dict[str, Any]:
         """Wait for the step of the case, let the fault happen, and return the facts that are not in the records."""
@@ -354,6 +365,15 @@ def return_later(run: Run) -> None:
     run.wait_for_return()
 
 
+def lose_during_return(run: Run) -> None:
+    """kill -9 of a host's ranks, and of another one's while the first one starts, catches up, or takes part again."""
+    first, second = run.case.victims
+    send(run.ranks_on(first), signal.SIGKILL)
+    run.wait(run.random.uniform(5, 12))
+    send(run.ranks_on(second), signal.SIGKILL)
+    run.wait_for_return()
+
+
 def stop_launcher(run: Run) -> None:
     """SIGSTOP of the launcher until the agents have given it up after 10 s."""
     run.launcher.send_signal(signal.SIGSTOP)
@@ -383,10 +403,11 @@ KINDS: dict[str, Callable[[Run], None]] = {
     "pair": blocked("between"),
     "return": return_later,
     "return-0": return_later,
+    "join": lose_during_return,
 }
 """Faults by name"""
-RETURNS = ("return", "return-0")
-"""The lost host comes back"""
+RETURNS = ("return", "return-0", "join")
+"""The lost hosts come back"""
 HARMLESS = ("flap", "slow")
 """No host is put out"""
 ENDS = {

@@ -24,6 +24,7 @@ import os
 import socket
 import statistics
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -231,6 +232,8 @@ class ElasticCommunicator(TcpCommunicator):
 
         After a loss another rank 0 begins again.
         """
+        if self._leader is not None:
+            self._leader.blocks_rank = False  # the leader may wait long for rank 0
         while self.view.number == self._channel.newest.number:
             follower, ready = None, dict[str, Any](ready=True)
             if self._leader is None:
@@ -246,8 +249,9 @@ class ElasticCommunicator(TcpCommunicator):
                     self.gather(None)  # all ranks of this host have used it
                     if follower is not None:
                         follower.acknowledge()
-            except PeerLost:
-                pass  # a newer view
+            except PeerLost:  # there is a newer view, or this host's leader is gone
+                if self._channel.newest.number == self.view.number:
+                    time.sleep(0.1)
             finally:
                 self.on_interrupt = lambda: None
                 if follower is not None:

@@ -28,6 +28,8 @@ GIVER, TAKER = 0, 1
 """The numbers of rank 0 and of the host that has come back, when they connect"""
 CONNECT_S = 30.0
 POLL_S = 0.1
+ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
+"""A host that only receives notices after 11 s that rank 0's host is gone. See tcp(7)"""
 ACCEPT_S = 600.0
 """Time for rank 0 to connect, after which the host listens at another place"""
 
@@ -124,6 +126,11 @@ class Feed:
         return self._added - self._acknowledged
 
     @property
+    def is_unreachable(self) -> bool:
+        """Whether it has failed to connect."""
+        return self.failed and self._stream is None
+
+    @property
     def has_state(self) -> bool:
         """Whether the host has the state."""
         return self._acknowledged > 0
@@ -196,6 +203,8 @@ class Follower:
             self.stop()
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._listener.close()
         if self._stream is not None:
             _end(self._stream)
@@ -203,6 +212,8 @@ class Follower:
     def _receive(self) -> None:
         try:
             connections = auth.accept(self._listener, self._me, {GIVER}, ACCEPT_S)
+            for option, value in ALIVE.items():
+                connections[GIVER].setsockopt(socket.IPPROTO_TCP, option, value)
             self._stream = Stream(connections[GIVER], GIVER)
             self._stream.blocks_rank = False
             while True:

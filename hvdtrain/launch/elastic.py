@@ -196,7 +196,8 @@ class ElasticJob:
                 self._tell({"of": key[0], "gathered": key[1], "data": [parts[each] for each in ranks]}, hosts)
         elif "began" in message:
             self._began.add(rank)
-            self._hello["begun"] = message["began"]
+            if any(rank == host.ranks[0] for host in self._hosts):  # other ranks of a host measure less
+                self._hello["begun"] = message["began"]
         elif "ready" in message:
             host = next(host for host in self._hosts if rank in host.ranks)
             host.ready.add(rank)

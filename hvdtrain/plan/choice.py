@@ -113,7 +113,7 @@ def _chosen(
             )
         )
     coding = [each["coding_s"] for each in facts if each["coding_s"]]
-    known = set.intersection(*(set(each) for each in coding))
+    known = set.intersection(*(set(each) for each in coding)) if coding else set()
     profile = with_coding(profile, {name: max(each[name] for each in coding) for name in known})
     usable = [each for each in exchanges if set(reducers([each])) <= known]
     predictions = [predicted(profile, each, hosts, nodes, global_batch) for each in usable]

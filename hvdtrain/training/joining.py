@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 from collections.abc import Callable
 
 import msgspec
@@ -10,6 +12,7 @@ import numpy as np
 
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.elastic import ElasticCommunicator
+from hvdtrain.comm.errors import PeerLost
 from hvdtrain.comm.feed import Feed, Place, Player, Recorder
 from hvdtrain.frameworks import Replica
 from hvdtrain.strategies import Strategy
@@ -18,6 +21,8 @@ from hvdtrain.training.elastic import Welcome
 
 PATIENCE = 100
 """Steps of the others after which they wait for a host that has the state, but does not catch up"""
+FULL = 2
+"""Exchanges of so many times the bytes of the state may wait to be sent"""
 REST = "rest"
 """Name of the array with the last exchanges in the final message"""
 
@@ -69,28 +74,41 @@ class Joining:
 
     # --- on rank 0 -------------------------------------------------------------------------------------------------
 
-    def admit(self, has_room: bool) -> None:
-        """Between two steps: begin to feed new hosts, and admit those that have caught up if the epoch `has_room`."""
+    def admit(self, has_room: Callable[[int], bool], consumed: int) -> None:
+        """Between two steps: begin to feed new hosts, and admit those that have caught up.
+
+        `has_room(n)`: whether an epoch has samples for them after the first n. `consumed`: those before this step.
+        """
         world = self._world
-        if not isinstance(world, ElasticCommunicator) or not (world.places or self._feeds):
+        if not isinstance(world, ElasticCommunicator) or world.suspended or not (world.places or self._feeds):
             return
-        if world.hosts_count == 1:  # there are no exchanges that could be repeated
-            if has_room:
-                world.admit()
-            return
-        for place in [place for place, feed in self._feeds.items() if feed.failed or place not in world.places]:
-            self._feeds.pop(place).close()
-        if not self._feeds:
-            world.tap = None
-        if self._strategy.is_idle:
+        self._caught_up = False
+        self._drop_lost(world)
+        if self._strategy.is_idle and world.hosts_count > 1 and has_room(0):
             for place in world.places:
                 if place not in self._used:
                     self._begin(world, place)
-        if not (has_room and self._feeds and self._near()):
+        if not has_room(consumed):
             return
-        if all(feed.finish(functools.partial(self._is_wanted, place)) for place, feed in self._feeds.items()):
+        if world.hosts_count == 1:  # there are no exchanges that could be repeated
+            world.admit([place.number for place in world.places])
+        elif full := [place for place, feed in self._feeds.items() if feed.waiting_bytes > FULL * feed.state_bytes]:
+            self._end_feeds()  # these hosts get the state while the others wait
+            world.admit([place.number for place in full])
+        elif self._near() and all(
+            feed.finish(functools.partial(self._is_wanted, place)) for place, feed in self._feeds.items()
+        ):
             self._caught_up = True
             world.admit([place.number for place in self._feeds])
+
+    def _drop_lost(self, world: ElasticCommunicator) -> None:
+        for place in [place for place, feed in self._feeds.items() if feed.failed or place not in world.places]:
+            if self._feeds[place].is_unreachable and place in world.places:
+                problem = f"rank 0 cannot connect to {place.address}, whose host waits to take part"
+                print(f"hvdtrain: {problem}; hint: open TCP between the hosts", file=sys.stderr, flush=True)
+            self._feeds.pop(place).close()
+        if not self._feeds:
+            world.tap = None
 
     def _begin(self, world: ElasticCommunicator, place: Place) -> None:
         if not isinstance(world.tap, Recorder):
@@ -106,7 +124,7 @@ class Joining:
     def _near(self) -> bool:
         """Whether the others can wait for all hosts to catch up: that takes one step, or would never end otherwise."""
         feeds = self._feeds.values()
-        if any(not feed.has_state for feed in feeds):
+        if not feeds or any(not feed.has_state for feed in feeds):
             return False
         if self._steps > PATIENCE:
             return True
@@ -114,7 +132,7 @@ class Joining:
 
     def add_step(self, lr: float, decay: float | None) -> None:
         """After a step: send what it exchanged."""
-        if not self._feeds:
+        if not self._feeds or self._world.suspended:  # `hand_over` sends the rest
             return
         self._steps += any(feed.has_state for feed in self._feeds.values())
         if message := self._recorded(lr, decay):
@@ -179,7 +197,8 @@ class Joining:
                 self._use_named(welcome.position["strategy"])
                 snapshot.welcome(arrays, self._replica, self._strategy)
             else:
-                self._replay(item)
+                with contextlib.suppress(PeerLost):  # there is a newer view, so `follow` ends
+                    self._replay(item)
 
     def _replay(self, step: Exchanges) -> None:
         world = self._world

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import resource
@@ -151,7 +152,7 @@ class Loop:
         ):
             for end in ends:
                 last = end == ends[-1]
-                self._joining.admit(elastic.has_room(self._job, self._world, self._at.consumed))
+                self._joining.admit(functools.partial(elastic.has_room, self._job, self._world), self._at.consumed)
                 before = self._transactions.statistics()
                 try:
                     with self._observers.step(self._at.step):

@@ -86,7 +86,9 @@ def test_survivors_lose_nothing_and_each_broken_law_is_found(tmp_path: Path, mon
         assert law in "; ".join(chaos.broken_records(case, spoiled)), spoil.__name__
     stored.write_text(json.dumps(result | {"code": None}))
     again = finished([*CHAOS, *words])  # stored runs are not repeated
-    assert (again.returncode, again.stderr.count("repeat it: tools/chaos.py --faults 1 --seed")) == (1, 1), again.stderr
+    assert (again.returncode, again.stderr.count("repeat it: make chaos CHAOS_ARGS='--faults 1 --seed")) == (1, 1), (
+        again.stderr
+    )
 
 
 def test_wrong_options_are_one_line() -> None:

@@ -4,6 +4,7 @@
     sudo make chaos CHAOS_ARGS='--faults 20 --seed 1'
     sudo make chaos CHAOS_ARGS='--faults 1 --seed 7 --rates 10mbit'
     sudo make chaos CHAOS_ARGS='--cost --rates unlimited,10mbit'
+    sudo make chaos CHAOS_ARGS='--every 60 --faults 12 --rates 100mbit'
 
 Creates four virtual hosts. Needs root. A seed determines the fault, the hosts that it hits, the step, the host of the
 launcher, strategy, framework and rate. The run must finish without help, or end with the error that
@@ -11,6 +12,8 @@ docs/guides/when-a-host-dies.md documents. Exits with 1 and names the seed if a 
 per epoch, no step is missing or recorded twice, replicas are equal, no two sides continue, no process is left on any
 host, and survivors are not restarted. Runs are stored in --out. Stored runs are checked again but not repeated, so the
 same command resumes.
+
+--every S loses a host every S seconds of one training, and compares its samples with those of undisturbed hosts.
 """
 
 from __future__ import annotations
@@ -20,7 +23,10 @@ import functools
 import itertools
 import json
 import math
+import os
+import random
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -35,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 from bench_network import cluster  # noqa: E402
-from chaos_faults import BATCH, ENDS, KINDS, LIMIT_S, NAMES, RETURNS, TRAIN, UNLIMITED, Case, Lab, Run, drawn  # noqa: E402
+from chaos_faults import BATCH, ENDS, KINDS, LIMIT_S, NAMES, RETURNS, TRAIN, UNLIMITED, Case, Lab, Run, drawn, send  # noqa: E402
 
 from hvdtrain.observe.timing import WARMUP_STEPS  # noqa: E402
 from hvdtrain.system import exits  # noqa: E402
@@ -44,6 +50,10 @@ from hvdtrain.system.commands import as_calling_user, need_root  # noqa: E402
 from hvdtrain.system.exits import Failure  # noqa: E402
 from hvdtrain.system.rates import parse_rate, show_rate  # noqa: E402
 
+FED_S = 5.0
+"""A lost host is not started again earlier, and on a slow link it is sent the state for longer than this"""
+BATCH_OF_HOST = 32
+"""For --every"""
 START_S, IDLE_S = 4, 8
 """Time for a job without work to start, and time in which its bytes are counted"""
 
@@ -215,6 +225,113 @@ def heartbeats_bit_s(lab: Lab, hosts: str, folder: Path) -> float:
     raise Failure(f"{folder}/idle.txt: {last_line((folder / 'idle.txt').read_text())}")
 
 
+# --- a fault every S seconds ------------------------------------------------------------------------------------------
+
+
+def repeatedly(options: argparse.Namespace, lab: Lab) -> list[dict[str, Any]]:
+    """Kill the ranks of one host after the other in one training per rate. Each host comes back."""
+    hosts, rows = ",".join(f"{name}:1" for name in NAMES), []
+    with as_calling_user():
+        options.out.mkdir(parents=True, exist_ok=True)
+    for rate in options.rates:
+        lab.set_rate(rate)
+        folder = options.out / f"every-{options.every:g}-{rate}-{options.seed}"
+        shutil.rmtree(folder, ignore_errors=True)
+        words = [
+            "--elastic",
+            "-H",
+            hosts,
+            sys.executable,
+            *TRAIN,
+            "--width",
+            "0.25",
+            "--batch-size",
+            str(BATCH_OF_HOST),
+        ]
+        words += ["--strategy", options.strategy, "--epochs", "100000", "--evaluate-samples", "64"]
+        words += ["--checkpoint-epochs", "0", "--run-dir", str(folder)]
+        job, output = None, folder.with_suffix(".txt")
+        try:
+            job = lab.start("a", *words, output=output)
+            kills = list(killed(options, lab, folder, job))
+        finally:
+            if job is not None:
+                job.terminate()
+                job.wait()
+            lab.clean()
+        if len(kills) < options.faults:
+            raise Failure(f"{output}: {last_line(output.read_text())}")
+        rows.append({"rate": rate, **compared(read(folder / "metrics" / "rank0000.jsonl"), kills)})
+    return rows
+
+
+def killed(options: argparse.Namespace, lab: Lab, folder: Path, job: subprocess.Popen[bytes]) -> Iterator[float]:
+    """Kill ranks, and yield the time of each kill. Ends early if the job ends or a host does not come back."""
+    draw, names, path = random.Random(options.seed), [*NAMES], folder / "metrics" / "rank0000.jsonl"
+    wanted = b'"type":"step","step":100,'
+    for number in range(options.faults):
+        began = time.monotonic()
+        while time.monotonic() - began < options.every or (number == 0 and not _holds(path, wanted)):
+            if job.poll() is not None or time.monotonic() - began > LIMIT_S + options.every:
+                return
+            time.sleep(0.2)
+        if number % len(NAMES) == 0:
+            draw.shuffle(names)
+        yield time.time()
+        send([pid for pid, host in lab.ranks().items() if host == names[number % len(NAMES)]], signal.SIGKILL)
+    time.sleep(options.every)
+
+
+def _holds(path: Path, text: bytes) -> bool:
+    return path.exists() and text in path.read_bytes()
+
+
+def compared(rows: Sequence[dict[str, Any]], kills: Sequence[float]) -> dict[str, Any]:
+    """Compare the samples between the first and the last change of members with those of undisturbed hosts.
+
+    Four hosts are undisturbed before the first loss, three in the first FED_S seconds after a loss. In the last ones
+    before a return they send the state. Evaluations are left out.
+    """
+    views, parts = [row for row in rows if row["type"] == "view"], [list[float]()]
+    for row in rows:
+        if row["type"] == "view":
+            parts.append([])
+        elif row["type"] == "step" and not row["warmup"]:
+            parts[-1].append(row["data_s"] + row["compute_s"] + row["communication_s"])
+    four, three, feeding = statistics.mean(parts[0]), list[float](), list[float]()
+    for view, part in zip(views, parts[1:], strict=True):
+        if view["hosts"] < len(NAMES) and part:
+            three += first(part)
+            feeding += first(part[::-1])
+    step_s = {len(NAMES): four, len(NAMES) - 1: statistics.mean(three)}
+    samples = capacity = whole = 0.0
+    for view, later in itertools.pairwise(views):
+        inside = [row for row in rows if row["type"] == "epoch" and view["step"] < row["step"] <= later["step"]]
+        training_s = later["unix_s"] - view["unix_s"] - sum(row["validation_s"] for row in inside)
+        samples += (later["step"] - view["step"]) * view["global_batch"]
+        capacity += training_s * view["global_batch"] / step_s[view["hosts"]]
+        whole += training_s * BATCH_OF_HOST * len(NAMES) / four
+    after = [[view for view in views if view["unix_s"] > kill] for kill in kills]
+    back = [[view["unix_s"] for view in each if view["hosts"] == len(NAMES)] for each in after]
+    return {
+        "faults": len(kills),
+        "continued_s": max(each[0]["unix_s"] - kill for kill, each in zip(kills, after, strict=True)),
+        "complete_s": max(each[0] - kill if each else math.inf for kill, each in zip(kills, back, strict=True)),
+        "stop_s": max(view["lost_s"] for view in views if view["hosts"] == len(NAMES)),
+        "four_s": four,
+        "three_s": step_s[len(NAMES) - 1],
+        "feeding_s": statistics.mean(feeding),
+        "of_present": samples / capacity,
+        "of_four": samples / whole,
+    }
+
+
+def first(steps: Sequence[float]) -> list[float]:
+    """The first steps that take FED_S seconds together."""
+    ends = itertools.accumulate(steps)
+    return [step for step, end in zip(steps, ends, strict=True) if end <= FED_S] or [steps[0]]
+
+
 # --- options and results ----------------------------------------------------------------------------------------------
 
 
@@ -230,12 +347,16 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     top.add_argument("--kinds", type=words, default=list(KINDS), help=f"kinds of faults, of {', '.join(KINDS)}")
     top.add_argument("--cost", action="store_true", help="measure the cost of --elastic without faults")
     top.add_argument("--rounds", type=int, default=3, help="for --cost: runs of each kind (default: 3)")
+    top.add_argument("--every", type=float, metavar="S", help="one training that loses a host every S seconds")
+    top.add_argument("--strategy", default="powersgd", help="for --every (default: powersgd)")
     top.add_argument("--name", default="chaos", help="name of the virtual cluster (default: chaos)")
     top.add_argument("--out", type=Path, default=ROOT / "results" / "chaos", help="folder of the runs")
     top.add_argument("--json", action="store_true", help="one JSON document instead of the table")
     options = top.parse_args(arguments)
     options.rates = [rate if rate == UNLIMITED else show_rate(parse_rate(rate)) for rate in options.rates]
     options.out = options.out.resolve()
+    if options.every is not None and options.every < 30:
+        top.error(f"--every {options.every:g}: a lost host may need 30 s to come back; hint: give 30 or more")
     if unknown := {*options.kinds} - KINDS.keys():
         top.error(f"--kinds: unknown {', '.join(sorted(unknown))}; hint: choose from {', '.join(KINDS)}")
     return options
@@ -244,21 +365,25 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     options = parsed(arguments)
     need_root("the virtual cluster")
-    lab = functools.cache(lambda: Lab(options.name))  # stored runs need none
+    share = 0.8 * (os.cpu_count() or 1) / len(NAMES) if options.every else None
+    lab = functools.cache(lambda: Lab(options.name, share))  # stored runs need none
     rows: list[dict[str, Any]] = []
     try:
-        shown = cost(options, lab()) if options.cost else by_kind(rows := chaos(options, lab))
+        if options.every:
+            shown = repeatedly(options, lab())
+        else:
+            shown = cost(options, lab()) if options.cost else by_kind(rows := chaos(options, lab))
     finally:
         cluster("down", "--name", options.name)
     if options.json:
-        what = "cost" if options.cost else "faults"
+        what = "repeated" if options.every else "cost" if options.cost else "faults"
         print(json.dumps({"schema": "hvdtrain/chaos/1", what: shown, "runs": rows}))
     else:
         print(pd.DataFrame(shown).to_string(index=False, na_rep="-", float_format="{:.3g}".format))
     chosen = f"--rates {','.join(options.rates)} --kinds {','.join(options.kinds)}"
     failed = [row for row in rows if row["problems"]]
     for row in failed:
-        again = f"tools/chaos.py --faults 1 --seed {row['seed']} {chosen} --out DIR"
+        again = f"make chaos CHAOS_ARGS='--faults 1 --seed {row['seed']} {chosen} --out DIR'"
         print(f"chaos: {row['case']}: {'; '.join(row['problems'])}; hint: repeat it: {again}", file=sys.stderr)
     return exits.FAILED if failed else exits.OK
 

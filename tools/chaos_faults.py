@@ -130,8 +130,10 @@ def drawn(seed: int, rates: Sequence[str], kinds: Sequence[str]) -> Case:
 class Lab:
     """Four virtual hosts, their links, and the processes on them."""
 
-    def __init__(self, name: str) -> None:
-        cluster("up", "--name", name, "--hosts", ",".join(NAMES))
+    def __init__(self, name: str, cpu_share: float | None = None) -> None:
+        """`cpu_share`: the cores of each host; None: as many as there are."""
+        share = [] if cpu_share is None else ["--cpu-share", f"{min(cpu_share, 1.0):g}"]
+        cluster("up", "--name", name, "--hosts", ",".join(NAMES), *share)
         self._name, self._cluster = name, virtual.load(name)
         self._netns = {name: self._cluster.netns(name) for name in NAMES}
         self._inodes = {Path("/run/netns", netns).stat().st_ino: name for name, netns in self._netns.items()}

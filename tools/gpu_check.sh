@@ -12,6 +12,10 @@ wheels=
 if [[ -d ${1:-} ]]; then
     wheels=$(cd "$1" && pwd)
     shift
+    if ! compgen -G "$wheels/*.whl" > /dev/null; then
+        echo "gpu_check.sh: no wheels in $wheels; hint: pip download --dest DIR --only-binary :all: --no-deps PACKAGE..." >&2
+        exit 2
+    fi
 fi
 packages=$(mktemp -d)
 trap 'rm -rf "$packages"' EXIT

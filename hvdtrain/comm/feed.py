@@ -165,7 +165,7 @@ class Feed:
                     self.waiting_bytes -= len(message)
                     self._changed.notify_all()
             _end(stream)
-        except OSError:  # PeerLost too: that host is lost, and the launcher tells the others
+        except OSError:  # PeerLost too: that host is lost, and the launcher reports it to the others
             with self._changed:
                 self.failed = True
                 self._changed.notify_all()

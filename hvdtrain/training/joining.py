@@ -22,7 +22,7 @@ from hvdtrain.training.elastic import Welcome
 PATIENCE = 100
 """Steps of the others after which they wait for a host that has the state, but does not catch up"""
 FULL = 2
-"""Exchanges of so many times the bytes of the state may wait to be sent"""
+"""Exchanges with up to this many times the bytes of the state may wait to be sent"""
 REST = "rest"
 """Name of the array with the last exchanges in the final message"""
 
@@ -90,7 +90,7 @@ class Joining:
                     self._begin(world, place)
         if not has_room(consumed):
             return
-        if world.hosts_count == 1:  # there are no exchanges that could be repeated
+        if world.hosts_count == 1:  # a single host exchanges nothing that could be repeated
             world.admit([place.number for place in world.places])
         elif full := [place for place, feed in self._feeds.items() if feed.waiting_bytes > FULL * feed.state_bytes]:
             self._end_feeds()  # these hosts get the state while the others wait
@@ -131,7 +131,7 @@ class Joining:
         return all(feed.behind <= 1 or feed.waiting_bytes > feed.state_bytes for feed in feeds)
 
     def add_step(self, lr: float, decay: float | None) -> None:
-        """After a step: send what it exchanged."""
+        """After a step: send its exchanges."""
         if not self._feeds or self._world.suspended:  # `hand_over` sends the rest
             return
         self._steps += any(feed.has_state for feed in self._feeds.values())

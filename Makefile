@@ -1,9 +1,11 @@
 # `make` lists the targets. All of them work in .venv, which `setup` makes first where needed (see tools/setup.sh).
 FRAMEWORKS ?=
+# Tests often wait for other processes, so one worker more than cores keeps the cores busy.
+TEST_WORKERS ?= $(shell expr $$(nproc) + 1)
 SHELL := bash
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench bench-network bench-backends bench-strategies bench-plan bench-stages \
+.PHONY: help setup demo test test-all lint bench bench-network bench-backends bench-strategies bench-plan bench-stages \
 	bench-elastic chaos install-matrix gpu-check docs clean
 
 help:  ## this list
@@ -18,11 +20,15 @@ demo:  ## train ResNet-34 on real handwritten digits with two Horovod ranks: DEM
 	else run='torchrun --nproc-per-node 2' strategy='--strategy hierarchical'; fi && \
 	$$run -m hvdtrain.resnet --epochs 6 --seed 1 $$strategy $(DEMO_ARGS)
 
-test: setup  ## run the tests: TEST_ARGS='tests/test_setup.py -k disk'
+test: setup  ## run the tests that are not marked slow, or some: TEST_ARGS='tests/test_setup.py -k disk'
 	@# Containers set PYTHONDONTWRITEBYTECODE; then each of some thousand processes would compile the package anew.
 	.venv/bin/python -m compileall -q hvdtrain
 	@# A worker that crashed is not replaced: pytest-xdist 3.8 then waits for ever (its issues 1323 and 1327).
-	. .venv/bin/activate && pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(TEST_ARGS)
+	. .venv/bin/activate && pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
+		$(or $(TEST_ARGS),-m 'not slow')
+
+test-all:  ## run all tests, as CI does
+	@$(MAKE) --no-print-directory test TEST_ARGS='-m "slow or not slow"'
 
 lint: setup  ## ruff, mypy, import contracts, and the syntax of the shell scripts
 	.venv/bin/ruff check .

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from conftest import LIMIT_S, ROOT, finished
+from conftest import LIMIT_S, ROOT, WITHOUT_RIGHTS, finished, unique
 
 from hvdtrain.launch import build_horovod
 from hvdtrain.system import cgroup
@@ -178,7 +178,7 @@ def test_a_wheel_has_all_that_its_commands_need(checkout: Path, tmp_path: Path) 
 @pytest.mark.root
 def test_the_number_of_compilers_respects_the_memory_limit() -> None:
     v2 = (cgroup.MOUNT / "cgroup.controllers").exists()
-    group = cgroup.MOUNT / ("" if v2 else "memory") / f"hvdtrain-test-{os.getpid()}"
+    group = cgroup.MOUNT / ("" if v2 else "memory") / f"hvdtrain-test-{unique()}"
     group.mkdir()
     try:
         limit = group / ("memory.max" if v2 else "memory.limit_in_bytes")
@@ -284,7 +284,7 @@ def test_the_distributions_python_unpacks_the_source_for_a_normal_user() -> None
         shutil.copytree(ROOT / "hvdtrain", home / "hvdtrain")
         script = "from hvdtrain.launch import build_horovod as b; import pathlib; print(b.fetch(pathlib.Path.cwd()))"
         os.chown(home, 65534, 65534)
-        as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "env", f"HOME={home}"]
+        as_nobody = [*WITHOUT_RIGHTS, "env", f"HOME={home}"]
         kept = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
         for command in (["/usr/bin/python3", "-m", "venv", "made"], ["made/bin/python", "-c", script]):
             done = run([*as_nobody, *command], home, PYTHONPATH=".", **kept)

@@ -154,8 +154,8 @@ sizes() { # MB to download and MB on disk, rounded up, with the pinned versions 
     local torch=800 disk=2000
     [[ $3 == cpu ]] || torch=3500 disk=5700
     case "$1 $2" in
-    *tensorflow*) echo $((torch + 800)) $((disk + 2400)) ;;
-    *all) echo $((torch + 300)) $((disk + 800)) ;;
+    *tensorflow*) echo $((torch + 700)) $((disk + 2200)) ;;
+    *all) echo $((torch + 200)) $((disk + 600)) ;;
     *) echo $torch $disk ;;
     esac
 }

@@ -39,7 +39,7 @@ import time
 import zipfile
 from pathlib import Path
 
-from hvdtrain.system import exits, files
+from hvdtrain.system import cgroup, exits, files
 from hvdtrain.system.arguments import Parser
 from hvdtrain.system.exits import Failure
 
@@ -284,7 +284,7 @@ def memory() -> int:
 
 def jobs() -> int:
     """Return the number of parallel compilers: one more than cores, with 1.5 GB of memory for each."""
-    return max(1, min(len(os.sched_getaffinity(0)) + 1, memory() // 1_500_000_000))
+    return max(1, min(int(cgroup.process_cores()) + 1, memory() // 1_500_000_000))
 
 
 def environment(framework: str, mpi_bin: Path, nccl: dict[str, str], folder: Path) -> dict[str, str]:

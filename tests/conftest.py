@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import importlib
 import io
@@ -25,6 +26,7 @@ from typing import Any, NoReturn
 
 import pytest
 from hypothesis import HealthCheck, settings
+from untouched import Untouched
 
 from hvdtrain.system import cgroup
 from hvdtrain.system import locks as lock
@@ -44,6 +46,9 @@ UNHURRIED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("unhurried", deadline=None, suppress_health_check=UNHURRIED)
 settings.load_profile("unhurried")
 
+MARK = os.environ.setdefault("HVD_TESTS", secrets.token_hex(2))
+"""Part of the names of what these tests make on the machine; workers inherit it"""
+
 NETWORK_TOOLS = ("ip", "tc", "sshd")
 
 # Tests share the cores, and several threads would spin while they wait for one that has no core. With one thread, sums
@@ -51,8 +56,25 @@ NETWORK_TOOLS = ("ip", "tc", "sshd")
 os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTRAOP_THREADS"), "1")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # as workloads set it
 
+WITHOUT_RIGHTS: list[str] = []
+"""Words that start a command which can change nothing, and which sudo does not help"""
+if os.geteuid():  # so that no test changes the machine of a user whose sudo asks for no password
+    ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+else:
+    WITHOUT_RIGHTS += ["setpriv", "--no-new-privs", "--reuid=65534", "--regid=65534", "--clear-groups"]
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background job
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Untouched(MARK))
+
+
+def unique() -> str:
+    """A name for a cluster that no other test has."""
+    return f"t{MARK}{secrets.token_hex(2)[1:]}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -122,7 +144,7 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Two virtual hosts, a and b, that may use all cores and have unlimited links."""
-    made = Cluster(f"t{secrets.token_hex(3)}")
+    made = Cluster(unique())
     done = made.run("up", "--hosts", "a,b")
     assert done.returncode == 0, done.stderr
     try:
@@ -135,7 +157,7 @@ def cluster() -> Iterator[Cluster]:
 def half_core() -> Iterator[tuple[Path, list[str]]]:
     """A control group with a quota of half a core, and the words that start a command in it. Needs root."""
     v2 = (cgroup.MOUNT / "cgroup.controllers").exists()
-    group = cgroup.MOUNT / ("" if v2 else "cpu") / f"hvdtrain-test-{secrets.token_hex(3)}"
+    group = cgroup.MOUNT / ("" if v2 else "cpu") / f"hvdtrain-test-{unique()}"
     group.mkdir()
     try:
         if v2:

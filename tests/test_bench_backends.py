@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 
 import pytest
-from conftest import finished
+from conftest import finished, unique
 
 BENCH = [sys.executable, "tools/bench_backends.py"]
 
@@ -15,7 +14,7 @@ BENCH = [sys.executable, "tools/bench_backends.py"]
 @pytest.mark.root
 def test_each_case_is_measured_with_each_backend() -> None:
     flags = ["--quick", "--hosts", "2", "--rates", "100mbit", "--ranks-per-host", "1,2", "--json"]
-    done = finished([*BENCH, *flags, "--operations", "sum-1,sum-1000,pairs-100", "--name", f"t{os.getpid()}"])
+    done = finished([*BENCH, *flags, "--operations", "sum-1,sum-1000,pairs-100", "--name", unique()])
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
     cases = [(1, "sum-1"), (1, "sum-1000"), (1, "pairs-100"), (2, "sum-1"), (2, "sum-1000")]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, finished
+from conftest import ROOT, finished, unique
 
 CHAOS = [sys.executable, "tools/chaos.py"]
 Records = dict[str, list[dict[str, Any]]]
@@ -63,7 +62,7 @@ SPOILED = {
 @pytest.mark.root
 def test_survivors_lose_nothing_and_each_broken_law_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--faults", "2", "--seed", "14", "--kinds", "host,rank-0", "--rates", "unlimited", "--out", str(tmp_path)]
-    done = finished([*CHAOS, *words, "--json", "--name", f"t{os.getpid()}"])
+    done = finished([*CHAOS, *words, "--json", "--name", unique()])
     assert done.returncode == 0, done.stderr
     runs = json.loads(done.stdout)["runs"]
     assert [run["finished"] for run in runs] == [True, True]

@@ -8,7 +8,6 @@ import os
 import pwd
 import random
 import re
-import secrets
 import shlex
 import shutil
 import signal
@@ -19,7 +18,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import LIMIT_S, ROOT, SMALL, Cluster, document, environment, failing, finished, until
+from conftest import (
+    LIMIT_S,
+    ROOT,
+    SMALL,
+    WITHOUT_RIGHTS,
+    Cluster,
+    document,
+    environment,
+    failing,
+    finished,
+    unique,
+    until,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -163,8 +174,9 @@ def test_all_commands_contain_the_clusters_name() -> None:
 
 
 def test_up_without_root_changes_nothing() -> None:
-    drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.geteuid() == 0 else []
-    done = finished([*drop, sys.executable, "-B", "-m", "hvdtrain.lab", "up", "--name", "tnoroot", "--hosts", "a"])
+    done = finished(
+        [*WITHOUT_RIGHTS, sys.executable, "-B", "-m", "hvdtrain.lab", "up", "--name", "tnoroot", "--hosts", "a"]
+    )
     assert done.returncode == 77
     assert done.stderr == "hvdtrain: making a virtual cluster needs root; hint: run it with sudo\n"
     assert not virtual.folder("tnoroot").exists()
@@ -287,7 +299,7 @@ def test_horovodrun_trains_on_two_hosts(cluster: Cluster, tmp_path: Path) -> Non
 @pytest.mark.root
 def test_hosts_are_limited_to_their_share_and_cores() -> None:
     """The control groups also limit processes that ssh starts."""
-    lab = Cluster(f"t{secrets.token_hex(3)}")
+    lab = Cluster(unique())
     program = "import os; from hvdtrain.system import cgroup; print(cgroup.limit().cores, *os.sched_getaffinity(0))"
     python = shlex.join([sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {program}"])
     try:
@@ -302,7 +314,7 @@ def test_hosts_are_limited_to_their_share_and_cores() -> None:
 
 @pytest.mark.root
 def test_the_kernel_has_the_rates_of_a_topology_file() -> None:
-    lab = Cluster(f"t{secrets.token_hex(3)}")
+    lab = Cluster(unique())
     try:
         done = lab.run("up", "--topology", "hostfiles/adsl.toml")
         assert done.returncode == 0, done.stderr
@@ -317,7 +329,7 @@ def test_the_kernel_has_the_rates_of_a_topology_file() -> None:
 
 @pytest.mark.root
 def test_two_clusters_coexist_and_leave_nothing() -> None:
-    first, second = Cluster(f"t{secrets.token_hex(3)}"), Cluster(f"t{secrets.token_hex(3)}")
+    first, second = Cluster(unique()), Cluster(unique())
     try:
         for lab in (first, second):
             assert lab.run("up", "--hosts", "a,b").returncode == 0
@@ -338,7 +350,7 @@ def test_down_cleans_up_after_a_killed_command() -> None:
     """`up` or `down` is killed at a random moment, with or without its children. The next `down` leaves nothing."""
     draw = random.Random(1)
     for attempt in range(9):
-        lab = Cluster(f"t{secrets.token_hex(3)}")
+        lab = Cluster(unique())
         words = lab.command("up", "--hosts", "a,b", "--cpu-share", "0.5")
         if attempt % 3 == 2:
             assert subprocess.run(words, env=environment(), stderr=subprocess.DEVNULL).returncode == 0
@@ -354,7 +366,7 @@ def test_down_cleans_up_after_a_killed_command() -> None:
 
 @pytest.mark.root
 def test_down_ends_stopped_processes_and_those_that_ignore_signals() -> None:
-    lab = Cluster(f"t{secrets.token_hex(3)}")
+    lab = Cluster(unique())
     assert lab.run("up", "--hosts", "a", "--cpu-share", "0.5").returncode == 0
     deaf = "trap '' TERM; echo ready; sleep 60; sleep 60"
     commands = [["sh", "-c", deaf], ["sh", "-c", "echo ready; sleep 60"], ["unshare", "--net", "sh", "-c", deaf]]
@@ -379,7 +391,7 @@ def test_down_names_a_process_that_it_cannot_end() -> None:
     freezer = virtual.CGROUPS / "freezer"
     if not freezer.is_dir():
         pytest.skip("no cgroup v1 freezer here: nothing else keeps a process from SIGKILL")
-    lab, frozen = Cluster(f"t{secrets.token_hex(3)}"), freezer / f"hvdtrain-test-{secrets.token_hex(3)}"
+    lab, frozen = Cluster(unique()), freezer / f"hvdtrain-test-{unique()}"
     assert lab.run("up", "--hosts", "a").returncode == 0
     sleeper = subprocess.Popen(lab.command("exec", "a", "--", "sleep", "60"), env=environment())
     frozen.mkdir()

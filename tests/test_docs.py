@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, unique
 
 from hvdtrain import cli, strategies
 from hvdtrain.config import parser
@@ -138,7 +138,7 @@ def session() -> list[str]:
 @pytest.mark.root
 def test_the_readme_typed_in_order_is_one_session(tmp_path: Path) -> None:
     """In a clone, with a cluster name that no other test uses. Every command has three minutes."""
-    clone, name = tmp_path / "hvdtrain", f"r{os.getpid() % 10_000_000}"
+    clone, name = tmp_path / "hvdtrain", unique()
     subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
     (clone / ".venv").symlink_to(ROOT / ".venv")
     script = ["set -e"]

@@ -318,6 +318,14 @@ def test_more_slots_than_cores(cluster: Cluster) -> None:
     assert (findings.code, findings.all("warn")) == (0, [("slots", "b")])
 
 
+@pytest.mark.root
+def test_slots_are_compared_with_a_cpu_quota(half_core: tuple[Path, list[str]]) -> None:
+    """A virtual host with a share of the CPU, a container, a Slurm job"""
+    done = finished([*half_core[1], sys.executable, "-m", "hvdtrain.doctor", "--quick", "--json", "-H", "localhost:2"])
+    slots = next(check for check in json.loads(done.stdout)["checks"] if check["name"] == "slots")
+    assert (slots["status"], slots["facts"]["cores"]) == ("warn", 0.5) and "use 1 " in slots["fix"]
+
+
 # --- on this machine -------------------------------------------------------------------------------------------------
 
 

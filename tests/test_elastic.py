@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import LIMIT_S, PROGRAMS, ROOT, SMALL, Cluster, document, environment, finished, refused, until
+from conftest import LIMIT_S, PROGRAMS, ROOT, SMALL, Cluster, document, environment, finished, refused, unique, until
 from runs import read_run, results
 from test_tcp import connected
 from thread_ranks import at_once
@@ -221,7 +220,7 @@ def test_other_options_of_the_launcher_are_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Cluster]:
-    made = Cluster(f"t{secrets.token_hex(3)}")
+    made = Cluster(unique())
     done = made.run("up", "--hosts", "a,b,c,d")
     assert done.returncode == 0, done.stderr
     try:

@@ -99,7 +99,8 @@ def exported(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             for to in FORMATS.get(name, ENDINGS):
                 out = folder / f"{name}.{ENDINGS[to]}"
                 assert cli.command(["export", str(runs / name), "--to", to, "-o", str(out)]) == 0
-    done = finished([sys.executable, "-P", PROGRAMS / "exported.py", folder], cwd=folder)
+    triton = {"PYTHONPATH": str(PROGRAMS / "fake_triton")}
+    done = finished([sys.executable, "-P", PROGRAMS / "exported.py", folder], cwd=folder, extra=triton)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 

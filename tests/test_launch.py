@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import re
-import secrets
 import shlex
 import signal
 import socket
@@ -16,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from conftest import LIMIT_S, ROOT, SMALL, Cluster, environment, finished, until
+from conftest import LIMIT_S, ROOT, SMALL, Cluster, environment, finished, unique, until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -454,7 +453,7 @@ def test_lost_hosts_do_not_answer(cluster: Cluster) -> None:
 def test_polling_ranks_sleep_on_a_host_with_a_cpu_quota() -> None:
     """Open MPI yields while it waits, and the library that the launcher preloads turns each yield into a sleep."""
     yields = "import os, resource as r; [os.sched_yield() for _ in range(100)]; print(r.getrusage(r.RUSAGE_SELF)[14])"
-    lab = Cluster(f"q{secrets.token_hex(3)}")
+    lab = Cluster(unique())
     assert lab.run("up", "--hosts", "a,b", "--cpu-share", "0.5").returncode == 0
     try:
         done = lab.on("a", "launch/mpirun.sh", "-H", "a:1,b:1", sys.executable, "-c", yields)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import until
+from conftest import WITHOUT_RIGHTS, until
 
 from hvdtrain.sentinel import auth, goodput, interfaces
 from hvdtrain.sentinel.auth import Party
@@ -310,7 +310,7 @@ def test_launchers_do_not_include_the_users_shell(tmp_path: Path) -> None:
 def test_a_launcher_that_proc_hides_is_not_watched() -> None:
     """With hidepid, for example, root's slurmstepd is invisible to the rank that it started."""
     program = "import os; from hvdtrain.sentinel.processes import launchers; print(launchers(os.getpid()))"
-    as_nobody = "setpriv --reuid=65534 --regid=65534 --clear-groups"
+    as_nobody = " ".join(WITHOUT_RIGHTS)
     script = f'mount -t proc -o hidepid=2 proc /proc && {as_nobody} "$0" -c "$1"; exit $?'  # the shell stays its parent
     words = ["unshare", "-m", "sh", "-c", script, sys.executable, program]
     done = subprocess.run(words, capture_output=True, text=True)

@@ -15,10 +15,11 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import LIMIT_S, ROOT, finished
+from conftest import LIMIT_S, ROOT, WITHOUT_RIGHTS, finished, unique
 
 from hvdtrain.launch import build_horovod
 from hvdtrain.system import cgroup
@@ -51,7 +52,7 @@ def checkout(tmp_path: Path) -> Path:
 def run(command: list[str | Path], cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs a command without the variables of the caller's make, pip and virtual environment."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS", "PIP_", "HVDTRAIN_"))}
-    path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not p.startswith(sys.prefix))
+    path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not Path(p).is_relative_to(sys.prefix))
     environment = {**kept, "PATH": path, "PYTHON": str(BASE_PYTHON), **variables}
     return subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=LIMIT_S)
 
@@ -72,9 +73,9 @@ def last_line(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("answer", "arguments", "fits"),
-    [
+def test_supported_python_versions(checkout: Path, tmp_path: Path) -> None:
+    fake, path = checkout / "python", without(tmp_path, "g++")
+    for answer, arguments, fits in [
         ("exit 1", [], False),
         ("echo 3.10", ["--demo"], False),
         ("echo 3.13", [], True),
@@ -83,23 +84,16 @@ def last_line(done: subprocess.CompletedProcess[str]) -> str:
         ("echo 3.14", ["torch"], True),
         ("echo 3.14", ["--demo", "tensorflow"], False),
         ("echo 3.15", ["--demo"], False),
-    ],
-)
-def test_supported_python_versions(
-    checkout: Path, tmp_path: Path, answer: str, arguments: list[str], fits: bool
-) -> None:
-    fake = checkout / "python"
-    fake.write_text(f"#!/bin/sh\n{answer}\n")
-    fake.chmod(0o755)
-    done = run(["tools/setup.sh", *arguments], checkout, PYTHON=str(fake), PATH=without(tmp_path, "g++"))
-    assert not (checkout / ".venv").exists()
-    if fits:
-        assert "no g++ found" in last_line(done)  # the next step
-    else:
-        assert done.returncode == 2
-        assert "is not Python 3.11 to 3.13 (FRAMEWORKS=torch: to 3.14)" in last_line(done) and "PYTHON=" in last_line(
-            done
-        )
+    ]:
+        fake.write_text(f"#!/bin/sh\n{answer}\n")
+        fake.chmod(0o755)
+        done = run(["tools/setup.sh", *arguments], checkout, PYTHON=str(fake), PATH=path)
+        assert not (checkout / ".venv").exists()
+        if fits:
+            assert "no g++ found" in last_line(done)  # the next step
+        else:
+            assert done.returncode == 2
+            assert "is not Python 3.11 to 3.13 (FRAMEWORKS=torch: to 3.14)" in last_line(done)
 
 
 def test_root_tools_use_a_newer_python_if_python3_is_old(tmp_path: Path) -> None:
@@ -124,35 +118,19 @@ def test_setup_uses_the_first_supported_python(checkout: Path, tmp_path: Path) -
     assert "no g++ found" in last_line(done)  # the next step
 
 
-@pytest.mark.parametrize("tool", ["g++", "make"])
-def test_no_compiler_or_make(checkout: Path, tmp_path: Path, tool: str) -> None:
-    done = run(["tools/setup.sh"], checkout, PATH=without(tmp_path, tool))
+def test_mistakes_and_missing_tools(checkout: Path, tmp_path: Path) -> None:
+    path = Path(without(tmp_path, "g++"))
+    done = run(["tools/setup.sh"], checkout, PATH=str(path))
     assert done.returncode == 1
-    assert f"no {tool} found; hint: " in last_line(done) and "HVDTRAIN_MPI=none" in last_line(done)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "variables", "message"),
-    [
+    assert "no g++ found; hint: " in last_line(done) and "HVDTRAIN_MPI=none" in last_line(done)
+    for arguments, variables, message in [
         (["jax"], {}, "unknown FRAMEWORKS 'jax'; known: torch, tensorflow"),
         ([], {"HVDTRAIN_MPI": "mpich"}, "HVDTRAIN_MPI is 'mpich'; known: wheel, system, none"),
-    ],
-)
-def test_unknown_choice(checkout: Path, arguments: list[str], variables: dict[str, str], message: str) -> None:
-    done = run(["tools/setup.sh", *arguments], checkout, **variables)
-    assert done.returncode == 2
-    assert message in last_line(done)
-
-
-def test_a_folder_whose_name_has_a_space(checkout: Path) -> None:
+    ]:
+        done = run(["tools/setup.sh", *arguments], checkout, **variables)
+        assert done.returncode == 2 and message in last_line(done)
     done = run(["tools/setup.sh"], checkout.rename(checkout.with_name("my checkout")))
     assert done.returncode == 2 and "my checkout has a space" in last_line(done)
-
-
-def test_every_folder_with_modules_is_installed() -> None:
-    with_modules = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "hvdtrain").rglob("*.py")}
-    program = "from setuptools import find_packages; print(*find_packages(include=['hvdtrain*']))"
-    assert with_modules == set(run([sys.executable, "-c", program], ROOT).stdout.split())
 
 
 def test_a_wheel_has_all_that_its_commands_need(checkout: Path, tmp_path: Path) -> None:
@@ -162,6 +140,8 @@ def test_a_wheel_has_all_that_its_commands_need(checkout: Path, tmp_path: Path) 
     done = run([*pip, "--wheel-dir", tmp_path], tmp_path)
     assert done.returncode == 0, done.stderr
     shutil.unpack_archive(next(tmp_path.glob("hvdtrain-*.whl")), tmp_path / "site", "zip")
+    modules = [{path.relative_to(base) for path in base.glob("hvdtrain/**/*.py")} for base in (ROOT, tmp_path / "site")]
+    assert modules[0] == modules[1]
     empty = tmp_path / "empty"
     empty.mkdir()
     for words in (
@@ -178,7 +158,7 @@ def test_a_wheel_has_all_that_its_commands_need(checkout: Path, tmp_path: Path) 
 @pytest.mark.root
 def test_the_number_of_compilers_respects_the_memory_limit() -> None:
     v2 = (cgroup.MOUNT / "cgroup.controllers").exists()
-    group = cgroup.MOUNT / ("" if v2 else "memory") / f"hvdtrain-test-{os.getpid()}"
+    group = cgroup.MOUNT / ("" if v2 else "memory") / f"hvdtrain-test-{unique()}"
     group.mkdir()
     try:
         limit = group / ("memory.max" if v2 else "memory.limit_in_bytes")
@@ -251,13 +231,6 @@ def test_second_setup_does_nothing() -> None:
     assert state.stat() == before
 
 
-def test_horovod_download_without_index(tmp_path: Path) -> None:
-    done = run(BUILD, tmp_path, XDG_CACHE_HOME=str(tmp_path), **CLOSED)
-    assert done.returncode == 69
-    assert "cannot download horovod" in last_line(done) and "check the network" in last_line(done)
-    assert list(tmp_path.glob("hvdtrain/*/*.whl")) == []
-
-
 HOSTILE = [("../out", tarfile.REGTYPE), ("/tmp/out", tarfile.REGTYPE), ("x/../../out", tarfile.REGTYPE)]
 HOSTILE += [("link", tarfile.SYMTYPE), ("hard", tarfile.LNKTYPE), ("pipe", tarfile.FIFOTYPE), ("disk", tarfile.BLKTYPE)]
 
@@ -284,7 +257,7 @@ def test_the_distributions_python_unpacks_the_source_for_a_normal_user() -> None
         shutil.copytree(ROOT / "hvdtrain", home / "hvdtrain")
         script = "from hvdtrain.launch import build_horovod as b; import pathlib; print(b.fetch(pathlib.Path.cwd()))"
         os.chown(home, 65534, 65534)
-        as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "env", f"HOME={home}"]
+        as_nobody = [*WITHOUT_RIGHTS, "env", f"HOME={home}"]
         kept = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
         for command in (["/usr/bin/python3", "-m", "venv", "made"], ["made/bin/python", "-c", script]):
             done = run([*as_nobody, *command], home, PYTHONPATH=".", **kept)
@@ -294,20 +267,58 @@ def test_the_distributions_python_unpacks_the_source_for_a_normal_user() -> None
         assert "set(CMAKE_CXX_STANDARD 20)" in (source / "CMakeLists.txt").read_text()
 
 
-def test_an_incomplete_wheel_in_the_cache_is_rebuilt(tmp_path: Path) -> None:
+def test_an_incomplete_wheel_in_the_cache_is_rebuilt_for_which_there_must_be_an_index(tmp_path: Path) -> None:
     done = run([*BUILD, "--print-key"], tmp_path, XDG_CACHE_HOME=str(tmp_path))
-    key = build_horovod.digest(json.loads(done.stdout))
-    wheel = (
-        tmp_path
-        / "hvdtrain"
-        / f"horovod-{build_horovod.VERSION}-{key}"
-        / f"horovod-{build_horovod.VERSION}-cp311-linux.whl"
-    )
+    shelf = f"horovod-{build_horovod.VERSION}-{build_horovod.digest(json.loads(done.stdout)[FRAMEWORK])}"
+    wheel = tmp_path / "hvdtrain" / shelf / f"horovod-{build_horovod.VERSION}-cp311-linux.whl"
     wheel.parent.mkdir(parents=True)
     wheel.write_bytes(b"PK\x03\x04 torn")
     done = run(BUILD, tmp_path, XDG_CACHE_HOME=str(tmp_path), **CLOSED)
-    assert "no complete wheel" in done.stderr
-    assert not wheel.exists()
+    assert done.returncode == 69 and "no complete wheel" in done.stderr
+    assert "cannot download horovod" in last_line(done) and "check the network" in last_line(done)
+    assert not list(tmp_path.glob("hvdtrain/*/*.whl"))
+
+
+def test_wheels_for_two_frameworks_are_installed_as_one(tmp_path: Path) -> None:
+    wheels = []
+    for name, version in ("torch", "2.13"), ("tensorflow", "2.21"):
+        about = {"METADATA": "Metadata-Version: 2.1\nName: horovod\nVersion: 1\n"}
+        about["WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: py3-none-any\n"
+        about["RECORD"] = f"horovod/metadata.json,sha256=x,1\nhorovod/{name}.so,,\nhorovod/common.py,,\n"
+        parts = {f"horovod-1.dist-info/{part}": text for part, text in about.items()}
+        parts |= {
+            f"horovod/{name}.so": name,
+            "horovod/common.py": "",
+            "horovod/metadata.json": f'{{"{name}": "{version}"}}',
+        }
+        wheels.append(tmp_path / name / "horovod-1-py3-none-any.whl")
+        wheels[-1].parent.mkdir()
+        with zipfile.ZipFile(wheels[-1], "w") as archive:
+            for part, text in parts.items():
+                archive.writestr(part, text)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "site"]
+    done = run([*pip, build_horovod.joined(wheels, tmp_path)], tmp_path, **CLOSED)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "site/horovod/metadata.json").read_text()) == {"torch": "2.13", "tensorflow": "2.21"}
+    assert {path.name for path in tmp_path.glob("site/horovod/*.so")} == {"torch.so", "tensorflow.so"}
+    listed = next(tmp_path.glob("site/*.dist-info/RECORD")).read_text()
+    assert all(f"horovod/{name}.so" in listed for name in ("torch", "tensorflow")), "pip could not remove it"
+
+
+def test_the_systems_mpi_is_not_hidden_by_a_prefix_that_its_path_begins_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "usr" / "bin"
+    folder.mkdir(parents=True)
+    for name in ("mpirun", "mpicxx"):
+        (folder / name).write_text("#!/bin/sh\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "us"))
+    assert build_horovod.find_mpi("system")[0] == folder
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "usr"))
+    with pytest.raises(Failure, match="no mpirun and mpicxx"):
+        build_horovod.find_mpi("system")
 
 
 def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
@@ -336,22 +347,29 @@ def test_nccl_is_used_only_with_all_its_parts(tmp_path: Path, monkeypatch: pytes
     for name in "CUDA_HOME", "HOROVOD_NCCL_HOME", "HOROVOD_BUILD_CUDA_CC_LIST":
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    site, cuda = tmp_path / "site-packages", tmp_path / "usr/local/cuda"
-    for part in (
-        site / "torch/version.py",
-        cuda / "bin/nvcc",
-        cuda / "include/cuda_runtime.h",
-        site / "nvidia/nccl/include/nccl.h",
-    ):
-        assert build_horovod.find_nccl(["torch"], site, tmp_path / "usr") == {}
-        part.parent.mkdir(parents=True)
-        part.write_text("cuda: Optional[str] = '13.0'\n" if part.name == "version.py" else "")
-    found = build_horovod.find_nccl(["torch"], site, tmp_path / "usr")
+    site, cuda, gpus = tmp_path / "site-packages", tmp_path / "usr/local/cuda", tmp_path / "nvidia-smi"
+    contents = {
+        site / "torch/version.py": "cuda: Optional[str] = '13.0'\n",
+        cuda / "bin/nvcc": "",
+        cuda / "include/cuda_runtime.h": "",
+        site / "nvidia/nccl/include/nccl.h": "",
+        gpus: "#!/bin/sh\nprintf '9.0\\n8.6\\n9.0\\n'\n",
+    }
+    for part, text in contents.items():
+        assert build_horovod.find_nccl("torch", site, tmp_path / "usr") == {}
+        part.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text)
+        part.chmod(0o755)
+    found = build_horovod.find_nccl("torch", site, tmp_path / "usr")
     assert found["HOROVOD_GPU_OPERATIONS"] == "NCCL"
     assert found["HOROVOD_CUDA_HOME"] == str(cuda)
     assert found["HOROVOD_NCCL_HOME"] == str(site / "nvidia/nccl")
+    assert found["HOROVOD_BUILD_CUDA_CC_LIST"] == "86,90", "this machine's GPUs, and no others"
+    gpus.unlink()
+    monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "80")  # an image for other machines
+    assert build_horovod.find_nccl("torch", site, tmp_path / "usr")["HOROVOD_BUILD_CUDA_CC_LIST"] == "80"
     (site / "torch/version.py").write_text("cuda: Optional[str] = None\nhip: Optional[str] = '6.1'\n")
-    assert build_horovod.find_nccl(["torch"], site, tmp_path / "usr") == {}
+    assert build_horovod.find_nccl("torch", site, tmp_path / "usr") == {}
 
 
 def test_pins_cover_the_requirements() -> None:

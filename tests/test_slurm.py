@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LIMIT_S, PROGRAMS, ROOT, SMALL, until
+from conftest import LIMIT_S, PROGRAMS, ROOT, SMALL, unique, until
 from slurm_cluster import SYSTEM_PATH, SlurmCluster, missing, pmix_missing, slurm, tail
 
 from hvdtrain.lab import lifecycle
@@ -32,7 +32,7 @@ def cluster() -> Iterator[SlurmCluster]:
     # The path is short, because it contains munged's socket and unix(7) allows 107 characters.
     with (
         tempfile.TemporaryDirectory(prefix="slurm-") as folder,
-        slurm(Path(folder), name=f"t{os.getpid()}") as running,
+        slurm(Path(folder), name=unique()) as running,
     ):
         yield running
 

@@ -33,6 +33,7 @@ from conftest import (
     refused,
     resnet,
     trainings,
+    unique,
     until,
 )
 from conftest import command as started_by
@@ -514,7 +515,7 @@ def test_stages_in_tensorflow_equal_one_process(trained: Callable[..., Path]) ->
 def test_the_bytes_on_the_network_are_those_of_the_formula(tmp_path: Path) -> None:
     """Plus at most 8 % for headers and acknowledgements."""
     flags = ["--rates", "100mbit", "--models", "small", "--rows", "stages2", "--rounds", "1", "--json"]
-    words = [sys.executable, "tools/bench_stages.py", *flags, "--name", f"t{os.getpid()}", "--out", str(tmp_path)]
+    words = [sys.executable, "tools/bench_stages.py", *flags, "--name", unique(), "--out", str(tmp_path)]
     done = finished(words)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["rows"]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, failing, finished
+from conftest import ROOT, WITHOUT_RIGHTS, failing, finished
 
 from hvdtrain.lab import throttle
 from hvdtrain.lab.throttle import __main__ as command_line
@@ -77,8 +76,7 @@ def test_rates_of_both_directions(arguments: str, up: int | None, down: int | No
 
 
 def test_changes_need_root_and_a_dry_run_does_not(iproute2: None) -> None:
-    drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.geteuid() == 0 else []
-    module = [*drop, sys.executable, "-B", "-m", "hvdtrain.lab.throttle"]
+    module = [*WITHOUT_RIGHTS, sys.executable, "-B", "-m", "hvdtrain.lab.throttle"]
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         return finished([*module, *arguments])
@@ -86,6 +84,9 @@ def test_changes_need_root_and_a_dry_run_does_not(iproute2: None) -> None:
     done = call("10mbit", "--dev", "lo")
     assert (done.returncode, done.stdout) == (77, "")
     assert done.stderr.startswith("throttle: changing queues needs root") and done.stderr.count("\n") == 1
+    for arguments in (["10mbit", "--dev", "lo"], ["--up", "1gbit", "--dev", "lo", "--for", "2s"]):
+        forbidden = call(*arguments, "--dry-run")
+        assert forbidden.returncode == 1 and "lo is the loopback" in forbidden.stderr, forbidden.stderr
     dry = call("10mbit", "--dev", "lo", "--dry-run", "--force")
     assert dry.returncode == 0
     assert "tc qdisc replace dev lo root handle 4876: tbf rate 10000000bit burst" in dry.stdout

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import re
-import secrets
 import signal
 import subprocess
 import time
@@ -16,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Cluster, environment, finished, until
+from conftest import ROOT, Cluster, environment, finished, unique, until
 
 from hvdtrain.lab import virtual
 from hvdtrain.lab.throttle import qdisc
@@ -38,7 +37,7 @@ class Machine:
     """A namespace that stands for a physical machine. Its interface v0 leads to a peer."""
 
     def __init__(self, folder: Path) -> None:
-        self.netns, self.run, self.state = f"tthr{secrets.token_hex(3)}", folder, folder / "hvdtrain" / "self"
+        self.netns, self.run, self.state = unique(), folder, folder / "hvdtrain" / "self"
         self.peer = f"{self.netns}p"
 
     def make(self) -> None:

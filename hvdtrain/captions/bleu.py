@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.system.exits import BAD_DATA, UNREACHABLE, Failure
+from hvdtrain.system.exits import BAD_DATA, Failure
 
 ORDER = 4
 """Words in the longest n-grams counted"""
@@ -40,7 +40,7 @@ def statistics(captions: Sequence[str], references: Sequence[Sequence[str]]) -> 
 
 def scores(statistics: NDArray[np.float64]) -> dict[str, float]:
     """BLEU-1 to BLEU-4 of the counted corpus, as {"bleu1": 0..1, ..., "bleu4": 0..1}; 0 for an empty corpus."""
-    bleu = _bleu_class()
+    bleu = type(_metric())
     words, closest, *counts = statistics.astype(np.int64).tolist()
     result = {}
     for order in range(1, ORDER + 1):
@@ -51,28 +51,17 @@ def scores(statistics: NDArray[np.float64]) -> dict[str, float]:
 
 
 def signature() -> str:
-    """sacrebleu's signature of these scores, with its version; the number of references per caption may vary.
-
-    Raises Failure (69) if sacrebleu is not installed.
-    """
+    """sacrebleu's signature of these scores, with its version; the number of references per caption may vary."""
     metric = _metric()
     metric.corpus_score(["a", "a"], _streams([["a"], ["a", "b"]]))  # the signature exists only after a corpus is scored
     return str(metric.get_signature())
 
 
-def _bleu_class() -> Any:
-    """sacrebleu's BLEU. Raises Failure (69) if sacrebleu is not installed."""
-    try:
-        from sacrebleu.metrics.bleu import BLEU
-    except ModuleNotFoundError:
-        message = "BLEU needs the package sacrebleu, which is not installed"
-        raise Failure(f"{message}; hint: pip install 'hvdtrain[captions]'", UNREACHABLE) from None
-    return BLEU
-
-
 def _metric() -> Any:
     """sacrebleu's metric; `force` silences its warning about captions that end in " ."."""
-    return _bleu_class()(max_ngram_order=ORDER, tokenize="none", smooth_method="none", force=True)
+    from sacrebleu.metrics.bleu import BLEU  # slow to load
+
+    return BLEU(max_ngram_order=ORDER, tokenize="none", smooth_method="none", force=True)
 
 
 def _streams(references: Sequence[Sequence[str]]) -> list[Any]:

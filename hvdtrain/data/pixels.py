@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from hvdtrain.data import MAX_PIXELS
+from hvdtrain.system import cgroup
 
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP")  # never PostScript, which Pillow passes to Ghostscript
 
@@ -109,7 +110,7 @@ def npy_header(rows: int, shape: tuple[int, ...], dtype: str) -> bytes:
 @contextmanager
 def workers(count: int) -> Iterator[Callable[[Callable[[Chunk], Bad], Iterable[Chunk]], Iterator[Bad]]]:
     """A `map` over `count` processes (0: one per core, 1: this one) with ordered results; leaving cancels the rest."""
-    count = count or len(os.sched_getaffinity(0))
+    count = count or max(1, int(cgroup.process_cores()))
     if count == 1:
         yield map
         return

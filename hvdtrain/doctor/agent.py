@@ -18,7 +18,7 @@ from typing import Any
 
 from hvdtrain.doctor import probe
 from hvdtrain.doctor.probe import MARK
-from hvdtrain.system import link_probe, ssh
+from hvdtrain.system import cgroup, link_probe, ssh
 
 LOGIN_S = 20.0
 """Limit for a login. It is generous: a host may be busy, or may look up its users in a directory service."""
@@ -120,7 +120,7 @@ class Agent:
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._listen_to_errors, self._listen)]
         for thread in self._threads:  # in this order, because the second waits for the first
             thread.start()
-        texts = [inspect.getsource(module) for module in (link_probe, probe)]
+        texts = [inspect.getsource(module) for module in (cgroup, link_probe, probe)]
         self._send(json.dumps([*texts, "answer_questions()"]))
 
     def hello(self) -> None:

@@ -230,12 +230,13 @@ def clock(where: str, samples: Sequence[tuple[float, float, float]]) -> Check:
 def slots(where: str, facts: Facts, wanted: int) -> Check:
     """Compare the host's ranks with the cores that this user may use there."""
     cores = facts["cores"]
+    most = max(1, int(cores))
     data = {"slots": wanted, "cores": cores}
-    if wanted > cores:
-        what = f"{wanted} slots on {cores} core{'s' * (cores != 1)}: ranks will wait for a core"
-        fix = f"use {cores} (-H {where}:{cores})"
+    if wanted > most:
+        what = f"{wanted} slots on {cores:g} core{'s' * (cores != 1)}: ranks will wait for a core"
+        fix = f"use {most} (-H {where}:{most})"
         return Check(name="slots", status=WARN, where=where, what=what, fix=fix, facts=data)
-    return Check(name="slots", status=OK, where=where, what=f"{wanted} slots on {cores} cores", facts=data)
+    return Check(name="slots", status=OK, where=where, what=f"{wanted} slots on {cores:g} cores", facts=data)
 
 
 def shell(where: str, noise: Sequence[str]) -> list[Check]:

@@ -24,7 +24,8 @@ import threading
 import time
 import typing
 
-if typing.TYPE_CHECKING:  # the agent sends the text of link_probe before this one
+if typing.TYPE_CHECKING:  # the agent sends the text of both before this one
+    from hvdtrain.system.cgroup import process_cores
     from hvdtrain.system.link_probe import ask, listening, serve
 
 MARK = "@hvdtrain-doctor "
@@ -118,7 +119,7 @@ def facts(python: str, packages: list[str], folder: str, run_folder: str, needed
         "resolves_to": resolve(socket.gethostname()),
         "interfaces": interfaces(),
         "ssh_connection": os.environ.get("SSH_CONNECTION", "").split(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": process_cores(),
         "disk": disk(pathlib.Path(folder, run_folder)),
         "folder": here,
         "missing": [program for program in needed if shutil.which(program) is None],

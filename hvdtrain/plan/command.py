@@ -21,7 +21,7 @@ from hvdtrain.plan.observe import global_batch
 from hvdtrain.plan.prediction import Host
 from hvdtrain.plan.profile import Profile
 from hvdtrain.plan.report import Plan
-from hvdtrain.results.figures import style
+from hvdtrain.results import figures
 from hvdtrain.strategies.spec import Exchange, parse
 from hvdtrain.system import exits, files
 from hvdtrain.system.arguments import Parser
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     if launch_env().size > 1:
         raise Failure("hvdtrain plan is one process; hint: start it without a launcher", exits.USAGE)
-    if options.figure and options.figure.suffix[1:] not in style.UNDATED:
+    if options.figure and options.figure.suffix[1:] not in figures.FORMATS:
         raise Failure(f"--figure {options.figure}: not .svg, .png or .pdf; hint: give FILE.svg", exits.USAGE)
     if options.figure:
         _check_writable(options.figure)
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str]) -> int:
     rates = rates_of(options.rates) if options.rates else None
     plan = _from_run(options, counts, rates) if options.run else _from_workload(options, counts, rates)
     if options.figure:
-        files.put(options.figure, style.encode(report.figure(plan), options.figure.suffix[1:]), "choose another path")
+        figures.save(report.figure(plan), options.figure)
     print(json.dumps(report.as_json(plan)) if options.json else report.text(plan))
     return exits.OK
 

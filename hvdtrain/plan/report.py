@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.plan.prediction import Prediction, best
 from hvdtrain.plan.profile import Profile
-from hvdtrain.results.figures import style
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 GAIN = 1.05
 """More hosts are worth advice if they make training this many times as fast"""
@@ -190,6 +190,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 def figure(plan: Plan) -> Figure:
     """Draw the seconds per sample of the best strategy against hosts, one line for each network."""
+    from hvdtrain.results.figures import style  # slow to load
+
     with style.settings():
         drawn, (axis,) = style.grid(1, height_in=3.0)
         for index, network in enumerate(plan.networks):

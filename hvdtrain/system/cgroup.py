@@ -1,4 +1,8 @@
-"""CPU limits. A control group's quota gives a virtual host, a container or a Slurm job part of a machine."""
+"""CPU limits. A control group's quota gives a virtual host, a container or a Slurm job part of a machine.
+
+`doctor` sends the text of this file to a bare Python (3.7 or newer) on other hosts. It therefore uses the standard
+library only and imports nothing from hvdtrain.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ LAUNCHERS_OWN = "HVDTRAIN_THREADS_BY_LAUNCHER"
 MOUNT = Path("/sys/fs/cgroup")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Limit:
     """The control group with the tightest CPU quota among those that hold this process."""
 
@@ -33,7 +37,7 @@ def limit(own: Path = Path("/proc/self/cgroup"), mount: Path = MOUNT) -> Limit |
         else:
             continue
         group = base / path.strip("/")
-        for folder in (group, *(above for above in group.parents if above.is_relative_to(base))):
+        for folder in (group, *(above for above in group.parents if base in (above, *above.parents))):
             with contextlib.suppress(OSError, ValueError):
                 limits.append(Limit(folder=folder, cores=_cores(folder, v2=controllers == "")))
     return min(limits, key=lambda one: one.cores, default=None)

@@ -141,13 +141,15 @@ def need_root(purpose: str) -> None:
         raise Failure(f"{purpose} needs root; hint: run it with sudo", exits.NO_PERMISSION)
 
 
-def become_root(refusal: str, script: str, arguments: Sequence[str], *options: str) -> NoReturn:
-    """Replace this process with a script of tools/, run through sudo.
+def become_root(refusal: str, script: str, arguments: Sequence[str], *options: str, notice: str = "") -> NoReturn:
+    """Replace this process with a script of tools/, run through sudo, after printing the `notice`.
 
     Raises Failure (77) with the message `refusal` if sudo asks for a password.
     """
     if not succeeds(["sudo", "-n", "true"]):
         raise Failure(refusal, exits.NO_PERMISSION)
+    if notice:
+        print(notice, file=sys.stderr, flush=True)
     tool = CHECKOUT / "tools" / script
     words = [str(tool)] if tool.is_file() else [sys.executable, "-I", "-m", _MODULES[script]]
     os.execv(find("sudo"), ["sudo", "-n", *options, *words, *arguments])

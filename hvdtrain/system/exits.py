@@ -63,7 +63,7 @@ def end(main: Callable[[list[str]], int], arguments: list[str], name: str = "hvd
     except Failure as failure:
         print(f"{name}: {failure}", file=sys.stderr)
         code = failure.code
-    except ModuleNotFoundError as error:  # `make demo` installs no packages for plots and tables
+    except ModuleNotFoundError as error:
         if (error.name or "hvdtrain").partition(".")[0] == "hvdtrain":
             raise
         print(

@@ -55,7 +55,8 @@ def arrays(outputs: Any) -> list[np.ndarray]:
 
 
 def main() -> None:
-    for path in sorted(path for path in Path(sys.argv[1]).iterdir() if path.suffix in LOADERS):
+    # PyTorch's first: with a CUDA build it loads triton, which crashes a process that has loaded TensorFlow
+    for path in (path for suffix in LOADERS for path in Path(sys.argv[1]).glob(f"*{suffix}")):
         run, about = LOADERS[path.suffix](path)
         inputs = np.load(path.with_suffix(".npy"))
         found = arrays(run(inputs))

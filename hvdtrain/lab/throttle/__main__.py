@@ -68,15 +68,17 @@ def session_address() -> str | None:
 
 
 def danger(dev: str) -> str | None:
-    """Why throttling this interface could lock the user out. None if it is safe."""
+    """Why throttling this interface could harm more than the user's job. None if it is safe."""
+    if dev == "lo":
+        return "is the loopback, over which the programs of this machine talk to each other"
     address, _, zone = (session_address() or "").partition("%")
     if address and dev in _with_lower(zone or net.route_device(address)):
-        return "carries the ssh session you are in"
+        return "carries the ssh session you are in, so a low rate could lock you out"
     for family in ("-4", "-6"):
         routes = json.loads(run(["ip", family, "-json", "route", "show", "default"]) or "[]")
         hops = [hop for route in routes for hop in (route, *route.get("nexthops", ()))]
         if any(dev in _with_lower(hop.get("dev")) for hop in hops):
-            return "carries the default route"
+            return "carries the default route, so a low rate could lock you out"
     return None
 
 
@@ -95,7 +97,7 @@ def _duration_s(options: argparse.Namespace) -> float | None:
         return requested
     if not options.force:
         raise Failure(
-            f"{options.dev} {reason}, so a low rate could lock you out; nothing changed; "
+            f"{options.dev} {reason}; nothing changed; "
             "hint: --force throttles it for 10 minutes (or --for TIME), until `throttle.sh keep`"
         )
     return requested or FORCED_S
@@ -259,7 +261,9 @@ def main(arguments: list[str]) -> int:
     if action == "show":
         return goodput.show_all(options)
     if os.geteuid() and not options.dry_run:
-        become_root("changing queues needs root; hint: run it with sudo", "throttle.sh", arguments)
+        undo = f"throttle.sh clear{f' --dev {options.dev}' if options.dev else ''}"
+        notice = f"throttle: sudo makes this root, to change queues; to undo it: {undo}" if action == "throttle" else ""
+        become_root("changing queues needs root; hint: run it with sudo", "throttle.sh", arguments, notice=notice)
     return {"throttle": throttle, "verify": goodput.verify, "clear": clear, "keep": keep}[action](options)
 
 

@@ -76,6 +76,8 @@ def _json(runs: pd.DataFrame) -> str:
 
 
 def _parquet(runs: pd.DataFrame) -> bytes:
+    if importlib.util.find_spec("pyarrow") is None:
+        raise Failure("--to parquet needs the package pyarrow; hint: pip install pyarrow", exits.UNREACHABLE)
     flat = _flat(runs)
     for name, column in all_columns(runs).items():
         if column.kind in ("text", "object"):

@@ -196,6 +196,19 @@ def test_phases_add_up_to_the_step(loaded: Loaded) -> None:
     assert sum(parts) == pytest.approx(same["step_s"].mean(), rel=1e-9)
 
 
+def test_no_group_is_dropped(tmp_path: Path) -> None:
+    """Each group differs from the others in one of these only."""
+    for number, (hosts, ranks, rate) in enumerate(itertools.product((1, 2), (1, 2), (10.0, 100.0))):
+        if hosts > 1 or rate == 10.0:
+            changes = {"rate_mbit": rate if hosts > 1 else None, "rank_batch": 64 // (hosts * ranks)}
+            runs.make(tmp_path / str(number), hosts=hosts, ranks_per_host=ranks, compute_s=1.0 + number, **changes)
+    found = load([tmp_path])
+    axes = figures.draw("phases", found).axes
+    drawn = {round(bar.get_width(), 6) for axis in axes for bar in axis.containers[1].patches}
+    assert drawn == {*found.runs["compute_s"].round(6)}
+    assert sum(len(curves(axis)) for axis in figures.draw("time", found).axes) == 4
+
+
 def test_accuracy_is_the_mean_of_the_repeats_after_each_epoch(loaded: Loaded) -> None:
     for kind in ("accuracy", "accuracy-time"):
         line = figures.draw(kind, loaded).axes[0].lines[0]

@@ -151,7 +151,8 @@ def _main_tables(shown: list[Table], numbers: Iterator[int]) -> str:
 
 def _definitions(shown: list[Table], known: Mapping[str, Column]) -> str:
     """The meaning of every column of the tables, and its name and unit in CSV and JSON."""
-    keys = {column.key: column.heading for one in shown for column in one.columns if column.key in known}
+    columns = (column for one in shown for part in one.parts() for column in part.columns)
+    keys = {column.key: column.heading for column in columns if column.key in known}
     units = {key: f", in {known[key].unit}" if known[key].unit else "" for key in keys}
     return html.definitions((keys[key], f"{known[key].meaning} ({key}{units[key]})") for key in keys)
 

@@ -173,17 +173,13 @@ def test_runs_with_different_settings_are_never_averaged(tmp_path: Path) -> None
     assert any("average over different" in note and "settings" in note for note in chosen["notes"])
 
 
-def test_missing_runs_and_removed_options_are_errors_with_hints(tmp_path: Path) -> None:
+def test_missing_runs_are_errors_with_hints(tmp_path: Path) -> None:
     with failing(65, "no runs in .*hint: start one"):
         main(["list", str(tmp_path)])
     with failing(65, "no runs in"):
         main(["compare", str(tmp_path), str(tmp_path)])
     with failing(2, "no such folder"):
         main(["table", str(tmp_path / "nowhere")])
-    removed = (["inference"], ["table", "--detail"], ["energy", "--reference=x"], ["plot", "wire", "-o", "x.svg"])
-    for words in removed:
-        with failing(2, "was removed; hint: "):
-            main(words)
 
 
 # --- compare ----------------------------------------------------------------------------------------------------------

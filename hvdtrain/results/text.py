@@ -5,19 +5,16 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-import os
 import re
-import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hvdtrain.observe.terminal import terminal_width, wrapped
 from hvdtrain.results.read.folders import Problem
 from hvdtrain.results.statistics import Interval, Statistic
 from hvdtrain.results.tables.model import Column, Part, Table, words
 
 SCHEMA = "hvdtrain/results/2"
-WIDTH = 100
-"""Characters in a line if there is no terminal"""
 PROSE = 24
 """Least width of a column of prose"""
 LEADING = 3
@@ -52,23 +49,6 @@ def terminal(table: Table) -> str:
     for note in table.notes:
         lines += wrapped(note, width)
     return "\n".join(lines).strip("\n") + "\n"
-
-
-def terminal_width() -> int:
-    """Columns of the terminal, also if the output goes through a pipe; COLUMNS overrides it."""
-    known = [os.get_terminal_size(stream).columns for stream in (1, 2, 0) if os.isatty(stream)]
-    return shutil.get_terminal_size((next(filter(None, known), WIDTH), 50)).columns
-
-
-def wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """The lines of a text, the later ones indented. A word is broken only if it is longer than a line."""
-    from rich import get_console
-    from rich.text import Text
-
-    lines = [
-        line.plain.rstrip() for line in Text(text).wrap(get_console(), max(1, width - len(indent)), overflow="fold")
-    ]
-    return [f"{indent if place else ''}{line}" for place, line in enumerate(lines) if line]
 
 
 def _fitted(part: Part, width: int) -> tuple[Part, list[int]] | None:

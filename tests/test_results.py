@@ -206,18 +206,14 @@ def test_comparing_equal_runs_many_times_errs_in_5_percent_of_the_cases() -> Non
     draw = random.Random(0)
 
     def p() -> float:
-        sides = (summary(draw.gauss(10, 1) for _ in range(4)) for _ in range(2))
-        found = p_value(*sides)  # type: ignore[arg-type]
-        assert found is not None
-        return found
+        a, b = (summary(draw.gauss(10, 1) for _ in range(4)) for _ in range(2))
+        assert a and b
+        return p_value(a, b) or 0.0
 
     families = [[p() for _ in range(20)] for _ in range(400)]
     assert sum(min(family) <= 0.05 for family in families) > 200, "uncorrected"
-    assert sum(min(holm(family)) <= 0.05 for family in families) <= 0.08 * 400
-    for family in families:  # Holm's definition
-        ordered = sorted(family)
-        exact = [min(1, max((20 - j) * ordered[j] for j in range(i + 1))) for i in range(20)]
-        assert sorted(holm(family)) == pytest.approx(exact)
+    assert 4 < sum(min(holm(family)) <= 0.05 for family in families) < 32
+    assert holm([0.03, 0.01, 0.04, 0.5]) == pytest.approx([0.09, 0.04, 0.09, 0.5])
 
 
 def test_compare_exits_with_1_if_anything_is_worse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,17 +54,15 @@ CAPTIONS = {
 }
 
 METHOD = {
-    "Times": "Rank 0's monotonic clock, after work on the device has finished. Loading and initialisation are not part "
-    "of the timed run (MLPerf's rule); training, validation, test and checkpoints are timed separately. The first "
-    "steps of a process are warm-up and do not count for times per step and samples per second.",
+    "Times": "Rank 0's monotonic clock, after work on the device has finished, without loading and initialisation "
+    "(MLPerf's rule). The first steps of a process are warm-up and do not count for times per step and samples per "
+    "second.",
     "Repeats": "Runs that agree in everything except seed and repeat form a group. A value is the mean over a group "
-    "with its 95 % interval (Student's t). Ratios and differences of means have Welch's interval. No run is dropped "
-    "for being slow.",
-    "Network": "Every run over several hosts measures its links for about a second before step 0. Bytes on the network "
-    "are the NIC's counters from the start of the loop to the end of the test, including headers and other traffic.",
-    "Power": "One sampler per host reads energy counters (RAPL, NVML) or integrates power. A sweep separates runs with "
-    "power sampling from timed runs, because sampling may slow them down. Devices without a sensor do not count.",
-    "Accuracy": "Exact over all ranks, equal to a single process.",
+    "with its 95 % interval (Student's t); ratios have Welch's. No run is dropped for being slow.",
+    "Network": "Bytes are the NIC's counters from the start of the loop to the end of the test, including headers and "
+    "other traffic.",
+    "Power": "A sweep separates runs with power sampling from timed runs, because sampling may slow them down. Devices "
+    "without a sensor do not count.",
 }
 
 

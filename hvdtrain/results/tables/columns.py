@@ -42,6 +42,8 @@ FIGURES: dict[str, Column] = {
 """How measurements of groups are printed"""
 FIRST = ("strategy", "device", "hosts", "rate_mbit")
 """Settings in front of the others"""
+FOLLOW = ("rank_batch", "backend", "launcher", "fill")
+"""Settings that usually follow from others"""
 PARTS = {"train": "train", "validation": "validation", "test": "test", "best_validation": "best validation"}
 
 
@@ -90,25 +92,19 @@ def score_columns(
 
 
 def varying(experiments: Sequence[Group]) -> list[str]:
-    """The settings that differ between the groups, and always hosts; without those that follow from others."""
+    """The settings that differ between the groups, and always hosts; without those in FOLLOW that the others imply."""
     different = groups.varying(experiments)
-    always = [name for name in FIRST if name in different or name == "hosts"]
-    others = [name for name in different if name not in always]
-    if "global_batch" not in others and "rank_batch" in others:
-        others.remove("rank_batch")  # follows from the number of ranks
-    if "backend" in others:
-        single = all(group.key["hosts"] == 1 for group in experiments if group.key["backend"] == "none")
-        pairs = {
-            (group.key["strategy"], group.key["backend"]) for group in experiments if group.key["backend"] != "none"
-        }
-        if single and len(pairs) == len({strategy for strategy, _ in pairs}):
-            others.remove("backend")  # a single process needs none, and each strategy has its own
-    for name in ("launcher", "fill"):  # shown only if nothing else distinguishes the groups
-        rest = [other for other in (*always, *others) if other != name]
-        keys = {json.dumps([group.value(other) for other in rest]) for group in experiments}
-        if name in others and len(keys) == len(experiments):
-            others.remove(name)
-    return [*always, *others]
+    names = [name for name in FIRST if name in different or name == "hosts"]
+    names += [name for name in different if name not in names]
+
+    def distinct(chosen: Sequence[str]) -> int:
+        return len({json.dumps([group.value(name) for name in chosen]) for group in experiments})
+
+    for name in FOLLOW:
+        rest = [other for other in names if other != name]
+        if distinct(rest) == distinct(names):
+            names = rest
+    return names
 
 
 def ordered(experiments: Sequence[Group]) -> list[Group]:

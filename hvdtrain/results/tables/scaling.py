@@ -40,11 +40,6 @@ from hvdtrain.results.tables.model import Column, Table, number
 
 NOT_COMPARED = "not compared"
 SINGLE = "Single runs have no spread, so this may be chance; repeat them with another --seed."
-EFFICIENCY = {
-    "strong": "efficiency (strong scaling, equal global batch): T_base n_base / (T_n n)",
-    "weak": "efficiency (weak scaling, equal batch per rank): (samples/s / n) / (samples/s of the baseline / n_base)",
-    "other": "no efficiency, because neither the global batch nor the batch per rank is known to equal the baseline's",
-}
 BATCHES = {
     "strong": "strong scaling: equal global batch",
     "weak": "weak scaling: equal batch per rank",
@@ -55,6 +50,7 @@ VARIES_INSIDE = {"strong": "rank_batch", "weak": "global_batch"}
 NOTES = (
     "train: seconds of the training phase; speed-up: T_base / T_n of the training phase with its 95 % interval (Welch, "
     "on logarithms); end-to-end speed-up: with validation, test and checkpoints",
+    "efficiency: speed-up x n_base / n; in weak scaling, of samples/s; none if batches differ or are unknown",
     "waiting for exchange: share of a step that rank 0 waits after backward",
     "network per step: bytes of the busiest host's NIC (sent or received) including headers; network limit: "
     "2 (h - 1) / h x 4 bytes x parameters, the least that each host sends in an fp32 all-reduce over h hosts",
@@ -91,8 +87,7 @@ def table(loaded: Loaded, count: Count | None = None, baseline: Baseline | None 
         for row, words in zip(alone, settings[len(curves) :], strict=True):
             made.rows.append(_cells(row, NOT_COMPARED) | {"group": _words(row.group, words)})
         made.readings[NOT_COMPARED] = _missing([row.group for row in alone], experiments, count, baseline)
-    kinds = {curve[-1].kind for curve in curves}
-    made.notes = [SPREAD_NOTE, *NOTES, *(note for kind, note in EFFICIENCY.items() if kind in kinds)]
+    made.notes = [SPREAD_NOTE, *NOTES]
     if any(row.speedup is None and row.train_s and row.group is not row.baseline for row in rows):
         made.notes.append("no speed-up for runs that --target ended after different numbers of epochs: see strategies")
     if names := sorted({name for row in rows for name in unrecorded(row.group, row.baseline, MUST[count])}):
@@ -244,10 +239,9 @@ def suspicion(doubted: Sequence[Row], count: Count) -> str:
     times = doubted[0].baseline.values("train_s")
     return (
         f"Suspect: an efficiency of {100 * efficiency:.0f} % with {many(n, count)} is more than sharing the work can "
-        f"explain (the limit is {100 * MOST_EFFICIENCY:.0f} %). Likely causes: a machine that was busy during the "
-        f"baseline (its runs took {min(times):.3g} to {max(times):.3g} s); more threads than cores, which spin while "
-        "they wait; hosts of unequal speed; with an equal global batch, a smaller batch per rank that fits the cache. "
-        "Repeat the baseline on a quiet machine."
+        f"explain (the limit is {100 * MOST_EFFICIENCY:.0f} %). Likely causes: a busy machine during the baseline (its "
+        f"runs took {min(times):.3g} to {max(times):.3g} s); more threads than cores, which spin while they wait; "
+        "hosts of unequal speed; a smaller batch per rank that fits the cache."
     )
 
 

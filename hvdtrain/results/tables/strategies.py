@@ -35,25 +35,20 @@ ALIKE = (*PER_HOST, "global_batch")
 TUNED = ("global_batch", "epochs")
 """May differ with --best, which uses the best of each side"""
 NOTES = (
-    "time to target: seconds of training (without evaluation and checkpoints) until the end of the first epoch whose "
-    "primary metric reaches the target, on the split evaluated after each epoch; interpolated: until a straight line "
-    "from the epoch before crosses it, because one sample can cost a whole epoch. Times, steps and bytes are means "
-    "over the runs that reached the target, so they flatter a strategy with failures",
-    "speed-up: T / T_n compared with one host of the same model, data, epochs, global batch, precision, cores and "
-    "threads, with its 95 % interval (Welch, on logarithms)",
-    "network to target: bytes of the busiest host's NIC (sent or received) over the whole run, including headers, "
-    "other traffic and evaluations, times the share of its steps until the target",
-    "exchange at full rate: time of the strategy's payload per step (rank 0's, without warm-up) at 0.936 of the rate; "
-    "network efficiency: that time / time of the exchange, which includes waiting for slower hosts. If the exchange "
-    "overlaps with computation, its time is at most a step, so the efficiency is a lower bound",
-    "waiting for exchange: share of a step of rank 0; final: score of the test split at the end of the run",
-    "fp32 all-reduce / compute: time of a full-precision all-reduce at 0.936 of the rate, compared with a step's "
-    "computation: how demanding the model, batch and rate are",
+    "time to target: seconds of training until the end of the first epoch whose primary metric reaches the target; "
+    "interpolated: until a straight line from the epoch before crosses it. Means are over the runs that reached the "
+    "target, so they flatter a strategy with failures",
+    "speed-up: T / T_n compared with one host of the same work, global batch and processor, with its 95 % interval "
+    "(Welch, on logarithms)",
+    "network to target: bytes of the busiest NIC until the target, including headers and other traffic",
+    "exchange at full rate: time of the strategy's payload per step at 0.936 of the rate; network efficiency: that / "
+    "time of the exchange (a lower bound if it overlaps with computation)",
+    "waiting for exchange: share of a step of rank 0; final: test score at the end of the run",
+    "fp32 all-reduce / compute: time of a full-precision all-reduce at 0.936 of the rate / a step's computation",
 )
 BEST_NOTE = (
-    "--best: each line uses the batch, learning rate and other settings with the shortest interpolated time to target "
-    "(if possible, settings whose seeds all reached it), and so does the single host; speed-up compares interpolated "
-    "times"
+    "--best: each line, also the single host, uses the settings with the shortest interpolated time to target (if "
+    "possible, settings whose seeds all reached it); speed-up compares interpolated times"
 )
 DETAILS = (
     Column("interpolated_s", "time to target, interpolated", "s"),

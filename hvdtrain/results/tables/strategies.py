@@ -74,7 +74,7 @@ def table(loaded: Loaded, target: float = 0.95, best: bool = False) -> Table:
     experiments = [group for group in groups.by(groups.usable(loaded.runs)) if group.key["hosts"]]
     measured = {id(group): _measure(loaded, group, target, final) for group in experiments}
     settings = key_columns(experiments, varying(experiments), skip=("strategy", "rate_mbit", "launcher"))
-    tried = Counter(group.key["rate_mbit"] for group in experiments if group.key["hosts"] != 1)
+    several = [group for group in experiments if group.key["hosts"] != 1]
     experiments = _fastest(experiments, measured, same) if best else experiments
     single = [group for group in experiments if group.key["hosts"] == 1]
     rows: list[dict[str, Any]] = []
@@ -91,7 +91,9 @@ def table(loaded: Loaded, target: float = 0.95, best: bool = False) -> Table:
         ]
         ordered = sorted(cells[len(bases) :], key=lambda row: (time_to_target(row), row["strategy"]))
         rows += [*cells[: len(bases)], *ordered]
-        readings[title] = reading(ordered, percent, tried[members[0].key["rate_mbit"]] if members else 0)
+        alike = (group for group in several if members and not differing(members[0], group, same))
+        tried = sum(group.key["rate_mbit"] == members[0].key["rate_mbit"] for group in alike)
+        readings[title] = reading(ordered, percent, tried)
         if members and single and not bases:
             why = why_no_single_host(members[0], single, same)
             readings[title] += "" if any(why in text for text in readings.values()) else f" {why}"

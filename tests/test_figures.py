@@ -116,7 +116,9 @@ def test_formats_are_reproducible(loaded: Loaded, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", figures.KINDS)
-def test_a_single_run_is_drawn_or_the_error_names_the_missing_data(kind: str, one: Loaded) -> None:
+def test_a_single_run_is_drawn_or_the_error_names_the_missing_data(kind: str, one: Loaded, tmp_path: Path) -> None:
+    with failing(exits.BAD_DATA):
+        figures.draw(kind, load([runs.make(tmp_path / "unfinished", complete=False, hosts=2, rate_mbit=10.0)]))
     missing = {
         "speedup": "one host and on more",
         "strategies": "no run reached 95 % validation accuracy; the best reached 90 %; hint: set --target",
@@ -126,13 +128,6 @@ def test_a_single_run_is_drawn_or_the_error_names_the_missing_data(kind: str, on
         return
     with failing(exits.BAD_DATA, missing[kind]):
         figures.draw(kind, one)
-
-
-def test_unfinished_runs_are_in_no_figure(tmp_path: Path) -> None:
-    runs.make(tmp_path / "run", complete=False, hosts=2, rate_mbit=10.0)
-    for kind in figures.KINDS:
-        with failing(exits.BAD_DATA):
-            figures.draw(kind, load([tmp_path]))
 
 
 @pytest.mark.parametrize("kind", figures.KINDS)
@@ -194,6 +189,19 @@ def test_phases_add_up_to_the_step(loaded: Loaded) -> None:
     same = frame[(frame["strategy"] == "native") & (frame["hosts"] == 4) & (frame["rate_mbit"] == 10)]
     parts = [bar.patches[place].get_width() for bar in figure.axes[0].containers]
     assert sum(parts) == pytest.approx(same["step_s"].mean(), rel=1e-9)
+
+
+def test_no_group_is_dropped(tmp_path: Path) -> None:
+    """Each group differs from the others in one of these only."""
+    for number, (hosts, ranks, rate) in enumerate(itertools.product((1, 2), (1, 2), (10.0, 100.0))):
+        if hosts > 1 or rate == 10.0:
+            changes = {"rate_mbit": rate if hosts > 1 else None, "rank_batch": 64 // (hosts * ranks)}
+            runs.make(tmp_path / str(number), hosts=hosts, ranks_per_host=ranks, compute_s=1.0 + number, **changes)
+    found = load([tmp_path])
+    axes = figures.draw("phases", found).axes
+    drawn = {round(bar.get_width(), 6) for axis in axes for bar in axis.containers[1].patches}
+    assert drawn == {*found.runs["compute_s"].round(6)}
+    assert sum(len(curves(axis)) for axis in figures.draw("time", found).axes) == 4
 
 
 def test_accuracy_is_the_mean_of_the_repeats_after_each_epoch(loaded: Loaded) -> None:

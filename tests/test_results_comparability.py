@@ -86,7 +86,14 @@ def test_an_efficiency_above_110_percent_is_suspect(tmp_path: Path) -> None:
 def test_a_missing_run_is_named(tmp_path: Path) -> None:
     runs.make(tmp_path / "two", hosts=2)
     (text,) = runs.results("scaling", tmp_path)["readings"].values()
-    assert text.endswith("only one number of hosts was timed. Missing: 1 host like two.")
+    assert "only one number of hosts was timed. Missing: 1 host like two." in text
+    asked = ("--lr", "2", "--run-dir", "r", "--password", "secret")
+    runs.make(tmp_path / "other", hosts=3, strategy="topk", argv=asked)
+    (text,) = runs.results("scaling", tmp_path)["readings"].values()
+    assert text.count("`hvdtrain launch mpirun -H h0:1 python -m hvdtrain.resnet`") == 1, "once for all"
+    runs.make(tmp_path / "one", threads=9, steps_per_epoch=9, argv=asked)
+    (text,) = runs.results("scaling", tmp_path, "--where", "hosts=1")["readings"].values()
+    assert text.endswith("`hvdtrain launch mpirun -H h0:1,OTHER:1 python -m hvdtrain.resnet --lr 2 --password '***'`")
 
 
 def test_values_that_one_side_did_not_record_are_assumed_equal_with_a_note(tmp_path: Path) -> None:
@@ -114,10 +121,10 @@ def test_unequal_hosts_are_not_comparable_with_a_single_one(tmp_path: Path) -> N
 
 def test_hosts_with_different_cores_have_their_own_baselines(tmp_path: Path) -> None:
     for hosts, cores in ((1, 2.0), (1, 0.5), (2, 0.5)):
-        runs.make(tmp_path / f"{hosts}-{cores}", hosts=hosts, cores=cores, compute_s=1 / cores)
+        runs.make(tmp_path / f"{hosts}-{cores}", hosts=hosts, cores=cores, rank_batch=32 // hosts)
     rows = runs.results("scaling", tmp_path)["rows"]
     compared = [row for row in rows if row["count"] == 2]
-    assert [row["count"] for row in rows].count(1) == 1 + len(compared)
+    assert [row["count"] for row in rows].count(1) == 1 + len(compared) == 2
     assert all("cores per host 0.5" in row["curve"] for row in compared)
 
 

@@ -1,18 +1,16 @@
-"""hvdtrain results export --to: Prometheus and MLflow read the numbers of the records (TensorBoard: test_scalars)."""
+"""hvdtrain results export --to: MLflow reads the numbers of the records (TensorBoard: test_scalars)."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import runs
 from conftest import failing
 
 from hvdtrain import records
-from hvdtrain.results import columns
 from hvdtrain.results.__main__ import main
 from hvdtrain.results.export import names
 
@@ -33,28 +31,6 @@ def root(tmp_path: Path) -> Path:
 
 def export(root: Path, to: str, output: Path) -> None:
     assert main(["export", str(root), "--to", to, "-o", str(output)]) == 0
-
-
-def test_prometheus_parses_every_number_of_every_run(root: Path, tmp_path: Path) -> None:
-    parser = pytest.importorskip("prometheus_client.parser")
-    export(root, "prometheus", tmp_path / "runs.prom")
-    read: dict[str, dict[str, Any]] = {}
-    for family in parser.text_string_to_metric_families((tmp_path / "runs.prom").read_text()):
-        assert family.type == "gauge" and family.documentation
-        for sample in family.samples:
-            values = read.setdefault(sample.labels["run_dir"], {})
-            name = sample.name.removeprefix("hvdtrain_run_")
-            assert name not in values, "a series must not appear twice"
-            values[name] = sample.labels if name == "info" else sample.value
-    rows = {row["run_dir"]: row for row in runs.results("export", root)["rows"] if row["state"] != "refused"}
-    assert read.keys() == rows.keys() and len(rows) == 2
-    for folder, row in rows.items():
-        numbers = {name for name, column in columns.RUNS.items() if column.kind in ("number", "flag")}
-        expected = {name: row[name] for name in (*numbers, "test_accuracy") if row[name] is not None}
-        assert {name: read[folder].get(name) for name in expected} == expected
-        assert read[folder]["info"]["state"] == row["state"]
-        assert ("progress_step" in read[folder]) == (row["state"] == "unfinished")
-    assert read[str(root / "part")]["progress_step"] == 10
 
 
 def test_mlflow_reads_the_records_back(root: Path, tmp_path: Path) -> None:

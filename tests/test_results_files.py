@@ -24,6 +24,7 @@ from hvdtrain.results import groups
 from hvdtrain.results.__main__ import main
 from hvdtrain.results.read import folders, frame
 from hvdtrain.results.read.frame import load
+from hvdtrain.results.report import document
 from hvdtrain.system.exits import Failure
 
 METRICS = Path("metrics") / "rank0000.jsonl"
@@ -167,12 +168,15 @@ def test_links_and_overlapping_roots_give_each_run_once(folder: Path) -> None:
     root = folder.parent
     (root / "loop").symlink_to(root)
     (root / "damaged" / "metrics").mkdir(parents=True)
+    (root / "damaged" / METRICS).touch()
+    inner = runs.make(root / "project" / "inner")
+    (root / "project" / "metrics").mkdir()  # of somebody else
     (root / "also").symlink_to(folder)
     (root / "best").mkdir()
     (root / "best" / "one").symlink_to(folder)
-    assert list(folders.find([root], [])) == [folder], "under its own name"
+    assert list(folders.find([root], [])) == [inner, folder], "under its own name"
     loaded = load([root, folder, root])
-    assert len(loaded.runs) == 1
+    assert len(loaded.runs) == 2
     assert [problem.path for problem in loaded.problems] == [str(root / "damaged")]
     for wrong in (root / "nowhere", folder / "manifest.json"):
         with failing(2):
@@ -231,6 +235,25 @@ def test_memory_does_not_grow_with_the_length_of_a_run(folder: Path) -> None:
     assert peak_bytes(20_000) < 1.5 * peak_bytes(200)
 
 
+def test_a_report_reads_each_file_once_and_the_summary_only_from_the_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Path] = []
+    monkeypatch.setattr(records.files.files, "open_plain", lambda path: opened.append(path) or path.open("rb"))
+    document.page(load([folder]), 0.5)
+    assert opened.count(folder / METRICS) == 1
+    put(folder, ["x" * 1_000_000 + "\n", *lines(folder), '{"type": "cut'])
+    tracemalloc.start()
+    try:
+        summary = records.summary(folder)
+        assert summary and summary.steps == GOOD.steps
+        assert tracemalloc.get_traced_memory()[1] < 500_000
+    finally:
+        tracemalloc.stop()
+    put(folder, [*lines(folder)[1:-1], lines(folder)[3]])
+    assert records.summary(folder) is None, "a run that goes on"
+
+
 # --- repeated and missing records ---------------------------------------------------------------------------
 
 
@@ -246,7 +269,7 @@ def test_of_a_resumed_run_the_later_record_counts(folder: Path) -> None:
         record["compute_s"] /= 2
     resumed = records.as_json(records.Resumed(step=4, utc="2026-01-01T00:00:00Z"))
     later = [resumed, *(r for r in again if r["type"] != "step" or r["step"] >= 4)]
-    before = frame.epochs(folder)
+    before = frame.epochs(load([folder]), str(folder))
     put(folder, [*whole[:-1], *(json.dumps(record) + "\n" for record in later)])
     row = load([folder]).runs.iloc[0]
     timed = [0.5 if step < 4 else 0.25 for step in range(2, 10)]  # the first two are warm-up
@@ -254,7 +277,7 @@ def test_of_a_resumed_run_the_later_record_counts(folder: Path) -> None:
     assert row["resumed"] is True
     assert row["checkpoint_s"] == pytest.approx(2 * GOOD.checkpoint_s + 3.0)
     assert row["network_bytes_per_step"] == pytest.approx(1.05 * GOOD.limit_bytes * 10 / 6)  # counters of 6 steps
-    assert frame.epochs(folder).equals(before)
+    assert frame.epochs(load([folder]), str(folder)).equals(before)
     for ranks, hosts in ((2, 2), (1, 1), (2, 1)):
         resumed |= {"ranks": ranks, "hosts": hosts}
         put(folder, [*whole[:-1], *(json.dumps(record) + "\n" for record in [resumed, *later[1:]])])
@@ -272,7 +295,7 @@ def test_of_a_resumed_run_the_later_record_counts(folder: Path) -> None:
 def test_a_script_that_starts_again_in_its_folder_counts_from_the_last_start(folder: Path) -> None:
     """It was killed in its second epoch and has no checkpoints, so it wrote no `resumed` record."""
     whole = lines(folder)
-    row, before = load([folder]).runs.iloc[0], frame.epochs(folder)
+    row, before = load([folder]).runs.iloc[0], frame.epochs(load([folder]), str(folder))
     first = [json.loads(line) for line in whole[:9]]
     slower = [json.dumps(each | {"compute_s": 9.0} if each["type"] == "step" else each) + "\n" for each in first]
     put(folder, slower + whole)
@@ -280,7 +303,7 @@ def test_a_script_that_starts_again_in_its_folder_counts_from_the_last_start(fol
     names = ["state", "steps", "compute_s", "step_s", "bytes_per_step", "checkpoint_s", "train_s"]
     assert again[names].equals(row[names])
     assert (again["resumed"], again["bytes_per_step"]) == (True, 4000)
-    assert frame.epochs(folder).equals(before)
+    assert frame.epochs(load([folder]), str(folder)).equals(before)
 
 
 def test_the_slowest_link_and_the_busiest_nic_count(folder: Path) -> None:

@@ -116,7 +116,9 @@ def test_best_uses_the_batch_and_learning_rate_of_each_side(tmp_path: Path) -> N
             accuracies=(0.5, 0.94 if missed else 0.98),
         )
         times.setdefault((hosts, batch, lr), []).append(640 // batch * step_s * (1 + 0.45 / 0.48))
-    rows = by_strategy(runs.results("strategies", tmp_path, "--best"))
+    table = runs.results("strategies", tmp_path, "--best")
+    assert all("(of 4 settings, chosen by the same runs" in reading for reading in table["readings"].values())
+    rows = by_strategy(table)
     chosen = {row["hosts"]: (row["hosts"], row["global_batch"], row["lr"]) for row in rows.values()}
     fit = [each for each in times if each != (4, 32, 0.1)]
     assert chosen == {

@@ -12,10 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 import runs
+from rich.cells import cell_len
 
 from hvdtrain.captioning import Captions
+from hvdtrain.results import text
 from hvdtrain.results.__main__ import main
+from hvdtrain.results.read.frame import load
 from hvdtrain.results.tables.model import Column, Table
+from hvdtrain.results.tables.overview import overview
 from hvdtrain.results.text import terminal
 from hvdtrain.system.exits import Failure
 from hvdtrain.training.summary import show_summary
@@ -26,7 +30,7 @@ NUMBER = r"[+-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Long names, large numbers, several strategies, rates and devices."""
+    """Long names, large numbers, several strategies, rates, settings, workloads and models."""
     folder = tmp_path_factory.mktemp("results")
     same: dict[str, Any] = {"energy_w": {"cpu0": 31234.5, "dram0": 4.0}, "accuracies": (0.5, 0.96)}
     for seed in range(2):
@@ -43,13 +47,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     compute_s=(1 + seed / 100) / hosts,
                     **same,
                 )
+    for number in range(6):
+        name = f"走る-{'x' * 90 * (number == 1)}{number}"
+        other = runs.make(folder / name, hosts=number % 3 + 1, parameters=10**number)
+        with runs.edited(other / "manifest.json") as manifest:
+            manifest["workload"] = ("tabular", "a script of mine")[number % 2]
+            manifest["config"] |= {"lr": number / 7, "hidden": number, "text": "=x " * number, "word": "w" * 99}
     return folder
 
 
-def shown(command: str, root: Path, width: int | None, monkeypatch: Any, capsys: Any) -> str:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    if width:
-        monkeypatch.setenv("COLUMNS", str(width))
+def shown(command: str, root: Path, width: int, monkeypatch: Any, capsys: Any) -> str:
+    monkeypatch.setenv("COLUMNS", str(width))
     names = sorted(map(str, root.iterdir()))
     words = {"show": names[:1], "compare": names[:2]}.get(command, [str(root)])
     assert main([command, *words]) in (0, 1)
@@ -57,19 +65,33 @@ def shown(command: str, root: Path, width: int | None, monkeypatch: Any, capsys:
 
 
 @pytest.mark.parametrize("command", TABLES)
-def test_narrow_terminals_drop_columns_and_break_no_number(
+def test_no_line_is_wider_than_the_terminal_and_all_results_are_there(
     command: str, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wide = shown(command, root, None, monkeypatch, capsys)
-    text = shown(command, root, 80, monkeypatch, capsys)
-    assert "not shown at" not in wide, "a pipe has all columns"
-    for line in text.splitlines():
-        sentence = "  " not in line and "\u2500" not in line
-        assert len(line) <= 80 or not sentence or " " not in line, line
-    numbers = {word for word in text.split() if re.fullmatch(NUMBER, word)}
-    assert numbers <= {*wide.split(), "80"}
-    missing = {word for word in wide.split() if "\u2500" not in word} - {*text.split()}
-    assert "not shown at" in text or not missing
+    made: list[Table] = []
+    monkeypatch.setitem(text.FORMATS, "table", lambda table: made.append(table) or text.terminal(table))
+    for width in (40, 80, 100, 200):
+        made.clear()
+        lines = shown(command, root, width, monkeypatch, capsys).splitlines()
+        assert [line for line in lines if cell_len(line) > width] == []
+        words = {word.strip(",") for line in lines for word in line.split()}
+        for part in (part for table in made for part in table.parts()):
+            for column, *cells in zip(part.columns, *part.text(), strict=True):
+                every = {word.strip(",") for cell in cells for word in cell.split()}
+                numbers = {word for word in every if re.fullmatch(NUMBER, word)}
+                if column.role == "result":
+                    assert {*column.label.split(), *numbers} <= words, (width, column)
+
+
+def test_only_settings_that_differ_are_columns_and_runs_of_other_work_are_apart(root: Path) -> None:
+    table = overview(load([root]))
+    for part in table.parts():
+        columns = [column for column in part.columns if column.role == "setting"]
+        assert all(len({str(row.get(column.key)) for row in part.rows}) > 1 for column in columns)
+        assert len({(row["workload"], row["parameters"]) for row in part.rows}) == 1
+        assert part.columns[-len(columns) :] == columns or not columns, "results come first"
+    assert len(table.parts()) == 7
+    assert "device cpu" in table.caption()
 
 
 def test_columns_are_as_wide_as_their_cells() -> None:

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.observe.terminal import terminal_width, wrapped
 from hvdtrain.plan.prediction import Prediction, best
 from hvdtrain.plan.profile import Profile
 
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
 GAIN = 1.05
 """More hosts are worth advice if they make training this many times as fast"""
-WIDEST = 30
-"""Characters of a strategy that fit in a line"""
 COLUMNS = ("s/step", "90 %", "coding", "wait", "speed-up", "to accuracy")
 
 
@@ -68,7 +67,10 @@ def text(plan: Plan) -> str:
         lines.append(_growing_batch(profile))
     if profile.peak_rss_bytes:
         lines.append(f"memory: up to {profile.peak_rss_bytes / 1e9:.2f} GB for each rank while profiling")
-    return "\n".join([*lines, *plan.notes])
+    width = terminal_width()
+    return "\n".join(
+        each for line in [*lines, *plan.notes] for each in [*wrapped(line, width), *([] if line else [""])]
+    )
 
 
 def _growing_batch(profile: Profile) -> str:
@@ -105,13 +107,16 @@ def _short(number: float) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align all columns but the strategy to the right. A long one continues on a second line."""
+    """Align all columns but the strategy to the right. A long one continues on further lines."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+    left = sum(widths) + 2 * len(widths) + 2
+    room = terminal_width() - left
     lines = []
     for row in rows:
-        first, plus, reducer = row[-1].partition("+") if len(row[-1]) > WIDEST else (row[-1], "", "")
+        name = row[-1] if len(row[-1]) <= room else row[-1].replace("+", " +")
+        first, *more = wrapped(name, room) or [""]
         lines.append("  " + "  ".join([*map(str.rjust, row[:-1], widths), first]).rstrip())
-        lines += [" " * (sum(widths) + 2 * len(widths) + 2) + plus + reducer] if plus else []
+        lines += [" " * left + part for part in more]
     return lines
 
 

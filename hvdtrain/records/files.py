@@ -13,7 +13,7 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
-from hvdtrain.records.types import SCHEMA, Record, Summary, as_json
+from hvdtrain.records.types import SCHEMA, Record, Resumed, Step, Summary, as_json
 from hvdtrain.system import exits, files
 from hvdtrain.system.exits import Failure
 
@@ -23,6 +23,7 @@ _DECODER: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 LONGEST_LINE_BYTES = 64 << 20
 """Longer lines are rejected, which bounds the memory. A summary of 256 classes and 2,000 epochs fits"""
 LONGEST_DOCUMENT_BYTES = 4 << 20
+BLOCK_BYTES = 1 << 16
 
 
 class Writer:
@@ -110,17 +111,31 @@ def _rejected(where: str, reason: str) -> Failure:
 
 
 def summary(folder: Path) -> Summary | None:
-    """The last summary in rank 0's records of a run folder. Reads only the end of the file."""
-    try:
-        with files.open_plain(folder / "metrics" / "rank0000.jsonl") as stream:
-            stream.seek(max(0, os.fstat(stream.fileno()).st_size - LONGEST_LINE_BYTES))
-            lines = stream.read().splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError, Failure):
-            return from_json(files.from_json(line), "", Summary)
+    """The summary at the end of rank 0's records of a run folder. Reads only the end of the file."""
+    with contextlib.suppress(OSError), files.open_plain(folder / "metrics" / "rank0000.jsonl") as stream:
+        for line in _lines_from_end(stream):
+            with contextlib.suppress(Failure):
+                record = decode(line, "")
+                if isinstance(record, Summary | Step | Resumed):  # a run that went on has not ended yet
+                    return record if isinstance(record, Summary) else None
     return None
+
+
+def _lines_from_end(stream: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a file, the last one first, without those of more than LONGEST_LINE_BYTES."""
+    at, parts = os.fstat(stream.fileno()).st_size, list[bytes]()
+    while at > 0:
+        size = min(at, BLOCK_BYTES)
+        at -= size
+        stream.seek(at)
+        first, *lines = stream.read(size).split(b"\n")
+        if lines:
+            yield b"".join([lines.pop(), *reversed(parts)])
+            yield from reversed(lines)
+            parts = []
+        if sum(map(len, parts)) <= LONGEST_LINE_BYTES:
+            parts.append(first)
+    yield b"".join(reversed(parts))
 
 
 def read_document(path: Path, cls: type[R]) -> R:

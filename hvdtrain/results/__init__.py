@@ -18,5 +18,5 @@ RESULTS = Path("results")
 TARGET = (None, 0.95)
 """Default of --target: the name of a score (None: the primary metric), and its value"""
 TABLES = ("csv", "json", "parquet")
-TARGETS = ("prometheus", "tensorboard", "mlflow")
+TARGETS = ("tensorboard", "mlflow")
 """Values of `results export --to`: tables of runs, and other tools"""

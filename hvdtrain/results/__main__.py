@@ -11,7 +11,6 @@ from pathlib import Path
 from hvdtrain.results import RESULTS, TABLES, TARGET, TARGETS, figures
 from hvdtrain.system import exits
 from hvdtrain.system.arguments import Parser
-from hvdtrain.system.exits import Failure
 
 PURPOSE = """Tables, figures and a report from the records of runs.
 
@@ -23,7 +22,7 @@ examples:
   hvdtrain results strategies results/ --target 0.95
   hvdtrain results energy results/ --baseline 'hosts=1 and device=gpu'
   hvdtrain results compare results/before results/after --threshold 5%
-  hvdtrain results export results/ --to prometheus -o runs.prom
+  hvdtrain results export results/ --to mlflow -o mlflow.db
   hvdtrain results plot time results/ -o time.svg
   hvdtrain results report results/ -o report.html
 
@@ -32,13 +31,6 @@ that differ only in seed and repeat form a group, and each value is their mean w
 are reported on standard error.
 """
 FORMATS = ("table", "csv", "json", "markdown")
-REMOVED = {
-    "inference": "use launch/studies/martin2019.py",
-    "--detail": "use --format csv or --format json",
-    "--reference": "use launch/studies/cruz2021.py",
-    "--runs": "use launch/studies/resources.py",
-}
-"""Command or flag -> its replacement"""
 
 
 def parser() -> Parser:
@@ -98,7 +90,7 @@ def parser() -> Parser:
     export.add_argument("-o", "--output", type=Path, metavar="DEST", help=words)
     plot = add("plot", "a figure as SVG, PNG or PDF", roots=False, forms=False)
     plot.description = "A figure:\n" + "\n".join(f"  {name:<14}{what}" for name, (what, *_) in figures.KINDS.items())
-    plot.add_argument("kind", choices=(*figures.KINDS, *figures.REMOVED), metavar="KIND")
+    plot.add_argument("kind", choices=tuple(figures.KINDS), metavar="KIND")
     report = add("report", "one HTML page with conclusions, figures, tables and definitions", forms=False)
     for one in (plot, report):
         add_target(one, "target of the strategies")
@@ -134,12 +126,7 @@ def target(text: str) -> tuple[str | None, float]:
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code. Raises Failure with a message for the user."""
-    for word in [*arguments[:1], *(word for word in arguments if word.startswith("--"))]:
-        if hint := REMOVED.get(word.partition("=")[0]):
-            raise Failure(f"{word} was removed; hint: {hint}", exits.USAGE)
     options = parser().parse_args(arguments)
-    if hint := figures.REMOVED.get(getattr(options, "kind", "")):
-        raise Failure(f"figure {options.kind!r} was removed; hint: {hint}", exits.USAGE)
     from hvdtrain.results import commands  # loads pandas
 
     return commands.run(options)

@@ -5,23 +5,20 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-import os
 import re
-import shutil
-import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hvdtrain.observe.terminal import terminal_width, wrapped
 from hvdtrain.results.read.folders import Problem
 from hvdtrain.results.statistics import Interval, Statistic
-from hvdtrain.results.tables.model import Column, Table
+from hvdtrain.results.tables.model import Column, Part, Table, words
 
 SCHEMA = "hvdtrain/results/2"
-WIDE = 400
-"""Characters in a line of a pipe or file"""
 PROSE = 24
 """Least width of a column of prose"""
+LEADING = 3
+"""Settings that keep their columns the longest: usually strategy, hosts and rate"""
 GAP = "  "
 SPREAD = {Statistic: ("mean", "median", "min", "max", "low", "high", "n"), Interval: ("mean", "low", "high")}
 """Parts of a statistic in CSV and JSON; low and high bound its 95 % interval"""
@@ -31,69 +28,83 @@ SPREAD = {Statistic: ("mean", "median", "min", "max", "low", "high", "n"), Inter
 
 
 def terminal(table: Table) -> str:
-    """The table for people. Never breaks a number or a name.
+    """The table for people: no line is wider than the terminal, and no number is broken.
 
-    If the terminal is too narrow, the table drops the columns of `table.spare`, one after the other, and says so.
+    On a narrow terminal, a part joins settings in one column, then drops details, then prints a paragraph for each row.
     """
-    known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    width = shutil.get_terminal_size((WIDE, 50)).columns if known else WIDE
-    shown, widths = _fitted(table, width)
-    lines = [table.title]
-    for name, rows in shown.sections():
-        lines += [f"\n{name}" if name else "", *_aligned(shown, rows, widths)]
-        lines += [table.readings[name]] if name in table.readings else []
-    dropped = [column.heading for column in table.columns if column not in shown.columns]
+    width, dropped = terminal_width(), dict[str, None]()
+    lines = [*wrapped(table.title, width), *wrapped(table.caption(), width)]
+    for part in table.parts():
+        lines += ["", *wrapped(part.name, width), *wrapped(part.caption, width)]
+        if fitted := _fitted(part, width):
+            lines += _aligned(*fitted)
+            shown = {column.key for column in fitted[0].columns}
+            dropped |= {one.heading: None for one in part.columns if one.role == "detail" and one.key not in shown}
+        else:
+            lines += [line for row in part.rows for line in wrapped(words(part.columns, row), width, indent=GAP)]
+        lines += wrapped(part.reading, width)
     lines += [""] if table.rows else ["", "nothing to show"]
     if dropped:
-        lines.append(f"not shown at {width} columns: {', '.join(dropped)}; see a wider terminal or --format csv")
-    return "\n".join(_wrapped(line, width) for line in "\n".join([*lines, *table.notes]).split("\n")).strip("\n") + "\n"
+        lines += wrapped(f"not shown at {width} columns: {', '.join(dropped)}; see --format csv", width)
+    for note in table.notes:
+        lines += wrapped(note, width)
+    return "\n".join(lines).strip("\n") + "\n"
 
 
-def _fitted(table: Table, width: int) -> tuple[Table, list[int]]:
-    """The table without the spare columns that do not fit, and the widths of its columns."""
-    spare = [key for key in table.spare if key in (column.key for column in table.columns)]
-    for count in range(len(spare) + 1):
-        kept = [column for column in table.columns if column.key not in spare[:count]]
-        shown = dataclasses.replace(table, columns=kept)
-        if (widths := _widths(shown, width)) and sum(widths) + len(GAP) * (len(widths) - 1) <= width:
-            break
-    return shown, widths
+def _fitted(part: Part, width: int) -> tuple[Part, list[int]] | None:
+    """The part with as many details as fit, and the widths of its columns; None if not even its results fit."""
+    details = [column for column in part.columns if column.role == "detail"]
+    for count in range(len(details), -1, -1):
+        kept = [column for column in part.columns if column.role != "detail" or column in details[:count]]
+        shown = dataclasses.replace(part, columns=kept)
+        for form in (shown, _joined(shown, LEADING), _joined(shown, 0)):
+            widths = _widths(form, width)
+            if sum(widths) + len(GAP) * (len(widths) - 1) <= width:
+                return form, widths
+    return None
 
 
-def _widths(table: Table, width: int) -> list[int]:
+def _joined(part: Part, leading: int) -> Part:
+    """The part with all settings, except for the leading ones, in one column of prose."""
+    joined = [column for column in part.columns if column.role == "setting"][leading:]
+    if not joined:
+        return part
+    columns = [column for column in part.columns if column not in joined]
+    heading = "other settings" if leading else "settings"
+    rows = [row | {"_": words(joined, row)} for row in part.rows]
+    return dataclasses.replace(part, columns=[*columns, Column("_", heading, prose=True)], rows=rows)
+
+
+def _widths(part: Part, width: int) -> list[int]:
     """Each column's width. Cells keep their line, prose and headings are wrapped if the table would be too wide."""
     from rich.cells import cell_len
 
-    if not table.columns:
-        return []
     least, wanted = [], []
-    for place, column in enumerate(table.columns):
-        cells = [cells[place] for cells in table.text()]
+    for column, *cells in zip(part.columns, *part.text(), strict=True):
         longest = max(map(cell_len, cells), default=0)
-        words = [*column.heading.split(" "), *(word for cell in cells if column.prose for word in cell.split())]
-        least.append(max(*map(cell_len, words), min(PROSE, longest) if column.prose else longest))
+        least.append(max(*map(cell_len, column.heading.split()), min(PROSE, longest) if column.prose else longest))
         wanted.append(max(cell_len(column.heading), longest))
     left = width - sum(least) - len(GAP) * (len(least) - 1)
-    for place, most in enumerate(wanted):
-        more = max(0, min(left, most - least[place]))
+    for place in sorted(range(len(least)), key=lambda place: not part.columns[place].prose):
+        more = max(0, min(left, wanted[place] - least[place]))
         least[place] += more
         left -= more
     return least
 
 
-def _aligned(table: Table, rows: Sequence[dict[str, Any]], widths: Sequence[int]) -> list[str]:
+def _aligned(part: Part, widths: Sequence[int]) -> list[str]:
     from rich.cells import cell_len
 
-    sides = [str.ljust if table.is_text(column) else str.rjust for column in table.columns]
+    sides = [str.ljust if part.is_text(column) else str.rjust for column in part.columns]
 
-    def lines(cells: Sequence[str], wrap: Sequence[bool], *, bottom: bool = False) -> list[str]:
+    def lines(cells: Sequence[str], *, heading: bool = False) -> list[str]:
         parts = [
-            textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False) if wrapped else [cell]
-            for cell, width, wrapped in zip(cells, widths, wrap, strict=True)
+            (wrapped(cell, width) or [""]) if heading or column.prose else [cell]
+            for cell, width, column in zip(cells, widths, part.columns, strict=True)
         ]
         height = max(map(len, parts))
-        blank = ([""] * (height - len(part)) for part in parts)
-        filled = [above + part if bottom else part + above for above, part in zip(blank, parts, strict=True)]
+        blank = ([""] * (height - len(each)) for each in parts)
+        filled = [above + each if heading else each + above for above, each in zip(blank, parts, strict=True)]
         return [
             GAP.join(
                 side(cell, width - cell_len(cell) + len(cell))
@@ -102,17 +113,9 @@ def _aligned(table: Table, rows: Sequence[dict[str, Any]], widths: Sequence[int]
             for line in zip(*filled, strict=True)
         ]
 
-    prose = [column.prose for column in table.columns]
-    head = lines([column.heading for column in table.columns], [True] * len(prose), bottom=True)
     rule = "\u2500" * (sum(widths) + len(GAP) * (len(widths) - 1))
-    return [*head, rule, *(line for row in rows for line in lines(table.cells(row), prose))]
-
-
-def _wrapped(line: str, width: int) -> str:
-    """Wraps sentences to the width. Lines of tables stay as they are."""
-    if len(line) <= width or GAP in line or "\u2500" in line:
-        return line
-    return "\n".join(textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False))
+    head = lines([column.heading for column in part.columns], heading=True)
+    return [*head, rule, *(line for cells in part.text() for line in lines(cells))]
 
 
 # --- for other programs -----------------------------------------------------------------------------------------------
@@ -143,11 +146,7 @@ def as_document(table: Table, problems: Sequence[Problem]) -> dict[str, Any]:
 def comma_separated(table: Table) -> str:
     """One line per row. A statistic takes several columns: train_s_mean, train_s_median, ... train_s_n."""
     columns = ([Column(table.section, table.section)] if table.section else []) + table.columns
-    parts: list[tuple[str, str | None]] = []
-    for column in columns:
-        types = {type(row.get(column.key)) for row in table.rows}
-        names = next((names for kind, names in SPREAD.items() if kind in types), (None,))
-        parts += [(column.key, name) for name in names]
+    parts = [(column.key, name) for column in columns for name in (SPREAD[column.of] if column.of else (None,))]
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(f"{key}_{name}" if name else key for key, name in parts)
@@ -165,13 +164,12 @@ def markdown(table: Table) -> str:
     def line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(re.sub(r"([\\|`*_<>\[\]])", r"\\\1", cell) for cell in cells) + " |"
 
-    rule = ["---" if table.is_text(column) else "---:" for column in table.columns]
-    lines = [f"**{table.title}**", ""]
-    for name, rows in table.sections():
-        lines += [name, ""] if name else []
-        lines += [line([column.heading for column in table.columns]), "|" + "|".join(rule) + "|"]
-        lines += [line(table.cells(row)) for row in rows]
-        lines += ["", table.readings[name], ""] if name in table.readings else [""]
+    lines = [f"**{table.title}**", "", table.caption(), ""]
+    for part in table.parts():
+        lines += [line for text in (part.name, part.caption) if text for line in (text, "")]
+        rule = ["---" if part.is_text(column) else "---:" for column in part.columns]
+        lines += [line([column.heading for column in part.columns]), "|" + "|".join(rule) + "|"]
+        lines += [*map(line, part.text()), "", *([part.reading, ""] if part.reading else [])]
     return "\n".join(lines + [f"{note}  " for note in table.notes]) + "\n"
 
 

@@ -1,7 +1,7 @@
 """`hvdtrain results export`: runs for other programs.
 
-Tables contain every column of the data frame of runs, in base units. Prometheus gets its numbers, TensorBoard the
-numbers of every record, and MLflow both.
+Tables contain every column of the data frame of runs, in base units. TensorBoard gets the numbers of every record, and
+MLflow both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 import pandas as pd
 
 from hvdtrain.results import groups
-from hvdtrain.results.export import prometheus
 from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.scores import all_columns
 from hvdtrain.results.text import SCHEMA, harmless
@@ -27,7 +26,7 @@ EXAMPLES = {"parquet": "runs.parquet", "tensorboard": "logs", "mlflow": "mlflow.
 
 
 def export(loaded: Loaded, to: str, path: Path | None) -> None:
-    """Writes to the path; csv, json and prometheus without a path to standard output.
+    """Writes to the path; csv and json without a path to standard output.
 
     Raises Failure (2, 69, 73, 74), also if the package of a target is missing.
     """
@@ -38,7 +37,7 @@ def export(loaded: Loaded, to: str, path: Path | None) -> None:
     elif path is not None and to == "parquet":
         write(path, _parquet(loaded.runs))
     else:
-        text = _csv(loaded.runs) if to == "csv" else _json(loaded.runs) if to == "json" else prometheus.text(loaded)
+        text = _csv(loaded.runs) if to == "csv" else _json(loaded.runs)
         if path is None:
             sys.stdout.write(text)
         else:

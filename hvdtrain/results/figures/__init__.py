@@ -39,22 +39,12 @@ KINDS = {
     "accuracy": ("accuracy after each epoch, over epochs", "training", "by_epoch"),
     "accuracy-time": ("accuracy after each epoch, over time", "training", "by_time"),
 }
-REMOVED = {
-    "efficiency": "`hvdtrain results scaling` prints it",
-    "wire": "`hvdtrain results scaling` prints the bytes and the limit",
-    "layers": "use launch/studies/martin2019.py",
-    "crossover": "use launch/studies/martin2019.py",
-    "power": "use launch/studies/resources.py",
-    "resources": "use launch/studies/resources.py",
-}
 
 
 def draw(kind: str, loaded: Loaded, options: Options | None = None) -> Figure:
     """The figure `kind`. Raises Failure (2) for an unknown name, Failure (65) if data are missing."""
     if kind not in KINDS:
-        known = f"does not exist; known: {', '.join(KINDS)}"
-        what = f"was removed; hint: {REMOVED[kind]}" if kind in REMOVED else known
-        raise Failure(f"figure {kind!r} {what}", exits.USAGE)
+        raise Failure(f"figure {kind!r} does not exist; known: {', '.join(KINDS)}", exits.USAGE)
     from hvdtrain.results.figures import style
 
     _, name, function = KINDS[kind]

@@ -105,7 +105,7 @@ def curves(loaded: Loaded, count: Count, column: str, missing: str) -> list[Pane
     if not drawable:
         raise Failure(missing, exits.BAD_DATA)
     panels: dict[str, list[tuple[float | None, list[Row]]]] = {}
-    for points, words in zip(drawable, curve_settings(drawable), strict=True):
+    for points, words in zip(drawable, curve_settings(drawable, count), strict=True):
         last = points[-1].group
         panels.setdefault(_title(last, words), []).append((last.key["rate_mbit"], points))
     check(len(panels), MOST_PANELS, "settings")

@@ -34,6 +34,8 @@ def phases(loaded: Loaded, _: Options) -> Figure:
     for title, members in panels.split(loaded, "step_s", missing).items():
         for group in members:
             label = style.wrapped(f"{title}, {many(group.key['hosts'], 'hosts')}", LETTERS)
+            while group.key["rate_mbit"] in bars.get(label, ()):
+                label += " #"
             bars.setdefault(label, {})[group.key["rate_mbit"]] = group
     experiments = [group for by_rate in bars.values() for group in by_rate.values()]
     rates = panels.rates(experiments)

@@ -31,7 +31,7 @@ def to_target(loaded: Loaded, options: Options) -> Figure:
         reached = "no run has validated" if best is None else f"the best reached {best}; hint: set --target"
         raise Failure(f"no run reached {goal}; {reached}", exits.BAD_DATA)
     looks = Looks(loaded)
-    drawn = [(title, _by_label(table, rows)) for title, rows in table.sections()]
+    drawn = [(part.name, _by_label(table, part.rows)) for part in table.parts()]
     panels.check(sum(len(rows) for _, rows in drawn), panels.MOST_BARS, "rows")
     heights = [sum(ROW_IN + LINE_IN * (label.count("\n") + 1) for label in rows) + 0.1 for _, rows in drawn]
     figure = Figure((WIDTH_IN, sum(heights) + 0.3 * len(drawn) + 0.9), layout="constrained")
@@ -51,8 +51,8 @@ def to_target(loaded: Loaded, options: Options) -> Figure:
 
 def _by_label(table: Table, rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Label -> rows of one section, fastest first. The label names the other differences, and failures."""
-    keys = [column.key for column in table.columns]
-    others = [column for column in table.columns[1 : keys.index("n")] if column.key != "hosts"]
+    others = [column for column in table.columns if column.role == "setting" and column.key != "hosts"]
+    others = [column for column in others if len({cell(row.get(column.key), column) for row in table.rows}) > 1]
     by_label: dict[str, list[dict[str, Any]]] = {}
     for row in sorted(rows, key=time_to_target):
         words = [row["strategy"], *(f"{column.label} {cell(row.get(column.key), column)}" for column in others)]

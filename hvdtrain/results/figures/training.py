@@ -34,7 +34,7 @@ def figure(loaded: Loaded, _: Options, *, x: str, label: str) -> Figure:
     looks, drawn = Looks(loaded), []
     for axis, column, (title, members) in zip(axes, shown, split.items(), strict=True):
         for group in members:
-            points = _curve(group)
+            points = _curve(loaded, group)
             if points.empty:
                 continue
             look = looks.line(group.key["rate_mbit"], group.key["hosts"])
@@ -69,12 +69,12 @@ by_epoch = functools.partial(figure, x="epoch", label="epoch")
 by_time = functools.partial(figure, x="time_s", label="time since step 0 (s)")
 
 
-def _curve(group: Group) -> pd.DataFrame:
+def _curve(loaded: Loaded, group: Group) -> pd.DataFrame:
     """The primary metric of validation after each epoch that all timing runs reached: epoch (from 1), time_s (mean),
     mean, low, high, n."""
     name = f"validation_{scores.primary(group.runs)[0]}"
-    frames = [epochs for folder in group.column("run_dir", timing=True) if name in (epochs := frame.epochs(folder))]
-    frames = [epochs for each in frames if len(epochs := each.dropna(subset=[name]))]
+    every = (frame.epochs(loaded, folder) for folder in group.column("run_dir", timing=True))
+    frames = [known for epochs in every if name in epochs and len(known := epochs.dropna(subset=[name]))]
     rows = []
     for epoch, members in pd.concat(frames).groupby("epoch") if frames else ():
         score, seconds = summary(members[name]), summary(members["elapsed_s"])

@@ -57,10 +57,9 @@ def _below(root: Path, seen: set[tuple[int, int]], problems: list[Problem]) -> I
             except UnicodeEncodeError:
                 problems.append(Problem(str(folder), None, "ignored, because its name is not UTF-8; hint: rename it"))
             continue
-        if "experiment.json" in names or names.get("metrics"):
+        if "experiment.json" in names or exists(folder / "metrics" / "rank0000.jsonl"):
             what = "no manifest.json: the run never started, or its folder is incomplete"
             problems.append(Problem(str(folder), None, what))
-            continue
         inner = (name for name, is_folder in names.items() if is_folder and not name.startswith("."))
         paths = [folder / name for name in sorted(inner, reverse=True)]
         waiting[:0] = filter(Path.is_symlink, paths)  # visited last, so that a run is found under its own name

@@ -10,10 +10,12 @@ from typing import Any
 import pandas as pd
 
 from hvdtrain import records
+from hvdtrain.config import workloads
 from hvdtrain.results import scores
 from hvdtrain.results.columns import RUNS
 from hvdtrain.results.read import folders, run, steps
 from hvdtrain.results.read.folders import Problem
+from hvdtrain.system.redaction import without_secrets
 
 IDENTITY = (
     *("started_utc", "workload", "framework", "strategy", "hosts", "rate_mbit", "seed", "steps"),
@@ -32,6 +34,8 @@ class Loaded:
     problems: list[Problem]
     where: str | None = None
     """The expression that selected these runs"""
+    epochs: dict[str, list[steps.TimedEpoch]] = dataclasses.field(default_factory=dict)
+    """Folder of a run -> its epochs that count, in order"""
     judged_by: str | None = None
     """The score named by --target, which judges all runs"""
 
@@ -41,11 +45,11 @@ class Loaded:
 
 
 def load(roots: Sequence[Path]) -> Loaded:
-    """Reads every run below the roots, line by line. Raises Failure (2) if a root is not a folder."""
-    problems: list[Problem] = []
-    rows = [run.row(folder, problems) for folder in folders.find(roots, problems)]
-    _refuse_copies(rows, problems)
-    return Loaded(list(roots), frame(rows), problems)
+    """Reads every file of the runs below the roots once, line by line. Raises Failure (2) if a root is not a folder."""
+    loaded = Loaded(list(roots), pd.DataFrame(), [])
+    rows = [run.row(folder, loaded.problems, loaded.epochs) for folder in folders.find(roots, loaded.problems)]
+    _refuse_copies(rows, loaded.problems)
+    return dataclasses.replace(loaded, runs=frame(rows))
 
 
 def frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
@@ -82,12 +86,23 @@ def experiment(run_dir: Path | str) -> records.Experiment | None:
     return records.read_document(path, records.Experiment) if folders.exists(path) else None
 
 
-def epochs(run_dir: Path | str) -> pd.DataFrame:
+def program(run_dir: Path | str) -> list[str]:
+    """The command of each rank, without its run folder and secrets."""
+    about = manifest(run_dir)
+    words, skip = [], False
+    for word in about.argv[1:]:
+        if not skip and word.partition("=")[0] != "--run-dir":
+            words.append(word)
+        skip = not skip and word == "--run-dir"
+    return without_secrets(["python", *workloads.program(about.workload, about.argv), *words])
+
+
+def epochs(loaded: Loaded, run_dir: str) -> pd.DataFrame:
     """The epochs that count: fields of records.Epoch, each score as a column (`validation_accuracy`), and `elapsed_s`,
     the seconds from the loop's start to the end of the epoch's validation, including earlier checkpoints."""
     rows: list[dict[str, Any]] = [
         records.as_json(timed.epoch) | records.by_score(timed.epoch) | {"elapsed_s": timed.elapsed_s}
-        for timed in steps.epochs(run.metrics_file(run_dir))
+        for timed in loaded.epochs.get(run_dir, ())
     ]
     names = dict.fromkeys([*records.Epoch.__struct_fields__, "elapsed_s", *(name for row in rows for name in row)])
     shown = [name for name in names if name not in ("type", "train_scores", "validation_scores", "shares")]

@@ -25,8 +25,11 @@ SET_ASIDE = re.compile(r".*-r\d+-(failed|other|unfinished)\d+")
 """New name of a run folder when a sweep repeats the run"""
 
 
-def row(folder: Path, problems: list[Problem]) -> dict[str, Any]:
-    """The run's row; None for values that were not measured. A run that cannot be read becomes a refused row."""
+def row(folder: Path, problems: list[Problem], epochs: dict[str, list[steps.TimedEpoch]]) -> dict[str, Any]:
+    """The run's row; None for values that were not measured. A run that cannot be read becomes a refused row.
+
+    Adds to `epochs` those that count.
+    """
     columns: dict[str, Any] = dict.fromkeys(RUNS)
     columns |= {"run_dir": str(folder), "run": printable(folder.name), "kind": "timing", "state": "refused"}
     try:
@@ -40,7 +43,7 @@ def row(folder: Path, problems: list[Problem]) -> dict[str, Any]:
                 columns["marked"] = columns["marked"] or "set aside by its sweep"
         if columns["hosts"] == 1:
             columns["rate_mbit"] = None  # uses no link, and is therefore the baseline of every rate
-        columns |= _measured(folder, manifest, declared, columns, problems)
+        columns |= _measured(folder, manifest, declared, columns, problems, epochs)
     except Failure as failure:
         problems.append(_problem(failure))
         columns["state"] = "refused"
@@ -138,6 +141,7 @@ def _measured(
     declared: Mapping[str, Score],
     settings: Mapping[str, Any],
     problems: list[Problem],
+    epochs: dict[str, list[steps.TimedEpoch]],
 ) -> dict[str, Any]:
     path = metrics_file(folder)
     complete = exists(folder / "COMPLETE")
@@ -148,6 +152,7 @@ def _measured(
         problems.append(Problem(str(path), line, "incomplete line ignored"))
 
     metrics = steps.read(path, incomplete, declared)
+    epochs[str(folder)] = metrics.epochs
     summary = metrics.summary
     if not complete:
         return {

@@ -95,7 +95,18 @@ class RankMetrics:
     """Choices that count"""
     divisions: list[tuple[int, list[float]]] = dataclasses.field(default_factory=list)
     """Divisions of the batches during the run, each with its first step"""
+    epochs: list[TimedEpoch] = dataclasses.field(default_factory=list)
+    """The epochs that count, in order"""
     summary: records.Summary | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TimedEpoch:
+    epoch: records.Epoch
+    trained_s: float
+    """Seconds of training until the end of the epoch"""
+    elapsed_s: float
+    """Seconds until the end of its validation, including earlier validations and checkpoints"""
 
 
 def read(path: Path, incomplete: Callable[[int], None], declared: Mapping[str, Score]) -> RankMetrics:
@@ -105,6 +116,7 @@ def read(path: Path, incomplete: Callable[[int], None], declared: Mapping[str, S
     """
     metrics, choices = RankMetrics(Sums(), Restarts()), list[tuple[int, records.Chosen]]()
     divisions = list[tuple[int, records.View | records.Epoch]]()
+    passed = list[tuple[int, records.Epoch | records.Saved]]()
     for line, record in records.read_lines(path, incomplete):
         match record:
             case records.Step() | records.Resumed():
@@ -121,7 +133,7 @@ def read(path: Path, incomplete: Callable[[int], None], declared: Mapping[str, S
                 if record.shares:
                     divisions.append((line, record))
             case records.Saved():
-                metrics.checkpoint_s += record.checkpoint_s
+                passed.append((line, record))
             case records.Chosen():
                 choices.append((line, record))
             case records.Summary():
@@ -131,51 +143,29 @@ def read(path: Path, incomplete: Callable[[int], None], declared: Mapping[str, S
             case records.Epoch():
                 for by_name in (record.train_scores, record.validation_scores):
                     scores.check(by_name, declared, f"{path}:{line}")
+                passed.append((line, record))
                 if record.shares:
                     divisions.append((line, record))
     metrics.choices = [each for line, each in choices if not metrics.restarts.superseded(line, each.step - 1)]
     counting = [each for line, each in divisions if not metrics.restarts.superseded(line, each.step - 1)]
     metrics.divisions = [(each.step, each.shares) for each in counting]
+    trained_s = validation_s = 0.0
+    for line, each in passed:
+        if metrics.restarts.superseded(line, each.step - 1):
+            continue
+        if isinstance(each, records.Saved):
+            metrics.checkpoint_s += each.checkpoint_s
+        else:
+            trained_s += each.train_s
+            validation_s += each.validation_s
+            elapsed_s = trained_s + validation_s + metrics.checkpoint_s
+            metrics.epochs.append(TimedEpoch(each, trained_s, elapsed_s))
     if metrics.restarts:
-        metrics.sums, metrics.checkpoint_s = Sums(), 0.0
+        metrics.sums = Sums()
         for line, record in records.read_lines(path):
             if isinstance(record, records.Step) and not metrics.restarts.superseded(line, record.step):
                 metrics.sums.add(record)
-            elif isinstance(record, records.Saved) and not metrics.restarts.superseded(line, record.step - 1):
-                metrics.checkpoint_s += record.checkpoint_s
     return metrics
-
-
-@dataclasses.dataclass(frozen=True)
-class TimedEpoch:
-    epoch: records.Epoch
-    trained_s: float
-    """Seconds of training until the end of the epoch"""
-    elapsed_s: float
-    """Seconds until the end of its validation, including earlier validations and checkpoints"""
-
-
-def epochs(path: Path) -> list[TimedEpoch]:
-    """The epochs that count, in order. Raises Failure."""
-    restarts = Restarts()
-    kept: list[tuple[int, records.Epoch | records.Saved]] = []
-    for line, record in records.read_lines(path):
-        if isinstance(record, records.Epoch | records.Saved):
-            kept.append((line, record))
-        elif isinstance(record, records.Step | records.Resumed):
-            restarts.add(line, record)
-    timed: list[TimedEpoch] = []
-    trained_s = other_s = 0.0
-    for line, each in kept:
-        if restarts.superseded(line, each.step - 1):
-            continue
-        if isinstance(each, records.Saved):
-            other_s += each.checkpoint_s
-        else:
-            trained_s += each.train_s
-            other_s += each.validation_s
-            timed.append(TimedEpoch(each, trained_s, trained_s + other_s))
-    return timed
 
 
 def timed(path: Path, started_unix_s: float) -> Iterator[tuple[float, records.Record]]:

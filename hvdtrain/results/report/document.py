@@ -54,17 +54,15 @@ CAPTIONS = {
 }
 
 METHOD = {
-    "Times": "Rank 0's monotonic clock, after work on the device has finished. Loading and initialisation are not part "
-    "of the timed run (MLPerf's rule); training, validation, test and checkpoints are timed separately. The first "
-    "steps of a process are warm-up and do not count for times per step and samples per second.",
+    "Times": "Rank 0's monotonic clock, after work on the device has finished, without loading and initialisation "
+    "(MLPerf's rule). The first steps of a process are warm-up and do not count for times per step and samples per "
+    "second.",
     "Repeats": "Runs that agree in everything except seed and repeat form a group. A value is the mean over a group "
-    "with its 95 % interval (Student's t). Ratios and differences of means have Welch's interval. No run is dropped "
-    "for being slow.",
-    "Network": "Every run over several hosts measures its links for about a second before step 0. Bytes on the network "
-    "are the NIC's counters from the start of the loop to the end of the test, including headers and other traffic.",
-    "Power": "One sampler per host reads energy counters (RAPL, NVML) or integrates power. A sweep separates runs with "
-    "power sampling from timed runs, because sampling may slow them down. Devices without a sensor do not count.",
-    "Accuracy": "Exact over all ranks, equal to a single process.",
+    "with its 95 % interval (Student's t); ratios have Welch's. No run is dropped for being slow.",
+    "Network": "Bytes are the NIC's counters from the start of the loop to the end of the test, including headers and "
+    "other traffic.",
+    "Power": "A sweep separates runs with power sampling from timed runs, because sampling may slow them down. Devices "
+    "without a sensor do not count.",
 }
 
 
@@ -151,7 +149,8 @@ def _main_tables(shown: list[Table], numbers: Iterator[int]) -> str:
 
 def _definitions(shown: list[Table], known: Mapping[str, Column]) -> str:
     """The meaning of every column of the tables, and its name and unit in CSV and JSON."""
-    keys = {column.key: column.heading for one in shown for column in one.columns if column.key in known}
+    columns = (column for one in shown for part in one.parts() for column in part.columns)
+    keys = {column.key: column.heading for column in columns if column.key in known}
     units = {key: f", in {known[key].unit}" if known[key].unit else "" for key in keys}
     return html.definitions((keys[key], f"{known[key].meaning} ({key}{units[key]})") for key in keys)
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hvdtrain import records
-from hvdtrain.config import workloads
 from hvdtrain.results import groups
 from hvdtrain.results.read import frame
 from hvdtrain.results.read.frame import Loaded
@@ -24,7 +23,7 @@ def environment(loaded: Loaded) -> Table:
     names = list(dict.fromkeys(name for name, _ in counted))
     order = sorted(counted.items(), key=lambda item: (names.index(item[0][0]), -item[1], item[0][1]))
     rows = [{"what": name, "value": value, "runs": number} for (name, value), number in order]
-    columns = [Column("what", "what"), Column("value", "as recorded"), Column("runs", "runs")]
+    columns = [Column("what", "what"), Column("value", "as recorded", prose=True), Column("runs", "runs")]
     return Table("environment", "Software and machines", columns, rows)
 
 
@@ -64,15 +63,5 @@ def commands(loaded: Loaded) -> Iterator[tuple[str, str]]:
         if rate is not None:
             needs += f", links: tools/throttle.sh {rate:g}mbit"
         experiment = frame.experiment(run_dir)
-        words = experiment.command if experiment else _program(frame.manifest(run_dir))
-        yield f"# {needs}", shlex.join(without_secrets(words))
-
-
-def _program(manifest: records.Manifest) -> list[str]:
-    """The command of each rank, without its run folder."""
-    words, skip = [], False
-    for word in manifest.argv[1:]:
-        if not skip and word.partition("=")[0] != "--run-dir":
-            words.append(word)
-        skip = not skip and word == "--run-dir"
-    return ["python", *workloads.program(manifest.workload, manifest.argv), *words]
+        words = without_secrets(experiment.command) if experiment else frame.program(run_dir)
+        yield f"# {needs}", shlex.join(words)

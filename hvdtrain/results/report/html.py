@@ -11,7 +11,7 @@ from html import escape
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from hvdtrain.results.tables.model import Table
+from hvdtrain.results.tables.model import Part, Table
 from hvdtrain.system.exits import printable
 
 if TYPE_CHECKING:
@@ -68,27 +68,33 @@ def anchor(heading: str) -> str:
 
 
 def table(shown: Table, number: int, common: Collection[str] = ()) -> str:
-    """A table with its caption and sections, followed by its readings and its notes, except `common` ones."""
-    sides = [' class="text"' if shown.is_text(column) else "" for column in shown.columns]
-    headings = "".join(
-        f'<th scope="col"{side}>{text(column.heading)}</th>' for column, side in zip(shown.columns, sides, strict=True)
-    )
-    width = len(shown.columns)
-    bodies = []
-    for name, rows in shown.sections():
-        lines = [f'<tr class="section"><th scope="rowgroup" colspan="{width}">{text(name)}</th></tr>'] if name else []
-        for row in rows:
-            first, *rest = zip(shown.cells(row), sides, strict=True)
-            cells = [f'<th scope="row"{first[1]}>{text(first[0])}</th>']
-            cells += [f"<td{side}>{text(cell)}</td>" for cell, side in rest]
-            lines.append(f"<tr>{''.join(cells)}</tr>")
-        bodies.append("<tbody>\n" + "\n".join(lines) + "\n</tbody>")
+    """A table with its caption, each part with its own columns, followed by its readings and its notes, except `common`
+    ones."""
+    caption = f"Table {number}. {shown.title}" + f" ({shown.caption()})" * bool(shown.caption())
+    drawn = [_part(part, caption if not place else "") for place, part in enumerate(shown.parts())]
     notes = [("", note) for note in shown.notes if note not in common]
-    head = f"<table>\n<caption>Table {number}. {text(shown.title)}</caption>\n<thead><tr>{headings}</tr></thead>"
-    drawn = "\n".join([head, *bodies, "</table>"])
     below = bullets(shown.readings.items(), "findings") if shown.readings else ""
     below += bullets(notes, "notes") if notes else ""
-    return f'<div class="table">{scroll(f"Table {number}", drawn)}\n{below}</div>'
+    return f'<div class="table">{scroll(f"Table {number}", "".join(drawn) or text(caption))}\n{below}</div>'
+
+
+def _part(part: Part, caption: str) -> str:
+    """A part of a table; the first one has the caption of all."""
+    sides = [' class="text"' if part.is_text(column) else "" for column in part.columns]
+    headings = (column.heading for column in part.columns)
+    head = _row(headings, sides, [' scope="col"' for _ in sides])
+    names = [column.role == "setting" for column in part.columns]  # settings, or else the first column, name a row
+    names = names if any(names) else [not place for place in range(len(names))]
+    lines = [_row(cells, sides, [' scope="row"' if name else "" for name in names]) for cells in part.text()]
+    above, body = ". ".join(filter(None, (caption, part.name, part.caption))), "\n".join(lines)
+    return f"<table>\n<caption>{text(above)}</caption>\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>\n</table>\n"
+
+
+def _row(cells: Iterable[str], sides: Sequence[str], scopes: Sequence[str]) -> str:
+    tags = ("th" if scope else "td" for scope in scopes)
+    every = zip(tags, scopes, sides, cells, strict=True)
+    made = (f"<{tag}{scope}{side}>{text(cell)}</{tag}>" for tag, scope, side, cell in every)
+    return f"<tr>{''.join(made)}</tr>"
 
 
 def scroll(name: str, inner: str) -> str:

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from hvdtrain.results import scores
-from hvdtrain.results.read import frame, run, steps
-from hvdtrain.results.read.folders import Problem
+from hvdtrain.results import groups, scores
 from hvdtrain.results.read.frame import Loaded
-from hvdtrain.results.statistics import summary
-from hvdtrain.results.tables.columns import (
-    SPREAD_NOTE,
-    N,
-    cells,
-    group_notes,
-    grouped,
-    key_column,
-    score_columns,
-)
+from hvdtrain.results.statistics import Statistic, summary
+from hvdtrain.results.tables.columns import SPREAD_NOTE, N, cells, group_notes, grouped, score_columns
 from hvdtrain.results.tables.model import Column, Table
-from hvdtrain.system.exits import Failure
 
 CAPTIONS_NOTE = (
     "bleu: corpus BLEU of the test captions from the weights of the best epoch, by greedy or beam search; accuracy of "
@@ -45,21 +35,19 @@ class Reached:
     """With validation, including that epoch's, and earlier checkpoints"""
 
 
-def reached(run_dir: str, score: str, target: float, problems: list[Problem]) -> Reached | None:
-    """When the run's score reached the target; None if it did not, or the run cannot be read (see `problems`)."""
-    try:
-        known = scores.row(frame.manifest(run_dir).metric, run_dir)[1]
-        epochs = steps.epochs(run.metrics_file(run_dir)) if score in known else []  # a script may have no scores
-    except Failure as failure:
-        problems.append(Problem(run_dir, None, str(failure)))
+def reached(loaded: Loaded, run: Mapping[Any, Any], target: float) -> Reached | None:
+    """When the primary metric of a run, a row of the frame, reached the target; None if it did not."""
+    name = run["primary_metric"]
+    if groups.is_missing(name):  # a script may have no scores
         return None
+    score = scores.of_run(run["scores"])[name]
     before: tuple[float, float] | None = None
-    for timed in epochs:
-        value, train_s = timed.epoch.validation_scores.get(score), timed.trained_s
-        if value is not None and not known[score].better(target, value):
+    for timed in loaded.epochs[run["run_dir"]]:
+        value, train_s = timed.epoch.validation_scores.get(name), timed.trained_s
+        if value is not None and not score.better(target, value):
             interpolated_s = train_s
             if before is not None:
-                aim = math.copysign(target, before[1]) if known[score].higher_is_better is None else target
+                aim = math.copysign(target, before[1]) if score.higher_is_better is None else target
                 interpolated_s = before[0] + (train_s - before[0]) * (aim - before[1]) / (value - before[1])
             return Reached(timed.epoch.epoch + 1, timed.epoch.step, train_s, interpolated_s, timed.elapsed_s)
         before = before if value is None else (train_s, value)
@@ -68,18 +56,17 @@ def reached(run_dir: str, score: str, target: float, problems: list[Problem]) ->
 
 def table(loaded: Loaded, target: float = 0.95, group_by: Sequence[str] | None = None) -> Table:
     """The scores of each group and its times to the target, a value of the primary metric."""
-    experiments, shown = grouped(loaded.runs, group_by)
+    experiments, settings = grouped(loaded.runs, group_by)
     primary, more = scores.primary(loaded.runs), scores.shown(loaded.runs)
-    best = score_columns(loaded.runs, "best_validation")
-    others = score_columns(loaded.runs, "test", more[len(primary) :]) if len(more) > len(primary) else []
+    best = score_columns(loaded.runs, "best_validation", role="detail")
+    others = score_columns(loaded.runs, "test", more[len(primary) :], "detail") if len(more) > len(primary) else []
     figures = [*score_columns(loaded.runs), *best, *others]
     rows = []
     for group in experiments:
-        members = zip(group.column("run_dir"), group.column("primary_metric"), strict=True)
-        times = [reached(*member, target, loaded.problems) for member in members]
+        times = [reached(loaded, run, target) for run in group.runs.to_dict("records")]
         timed = [time for time, kind in zip(times, group.column("kind"), strict=True) if time and kind == "timing"]
         rows.append(
-            cells(group, shown, figures)
+            cells(group, [one.key for one in settings], figures)
             | {
                 "reached": f"{sum(time is not None for time in times)} of {group.n}",
                 "epochs_to_target": summary(time.epoch for time in times if time),
@@ -88,12 +75,16 @@ def table(loaded: Loaded, target: float = 0.95, group_by: Sequence[str] | None =
             }
         )
     percent = scores.target(loaded.runs, target)
-    columns = [key_column(name) for name in shown] + [N, *figures]
-    columns += [
+    columns = [
+        N,
+        *score_columns(loaded.runs),
         Column("reached", f"reached {percent}"),
-        Column("epochs_to_target", "epochs to target", spread=False),
-        Column("train_to_target_s", "time to target", "s"),
-        Column("end_to_end_to_target_s", "end to end to target", "s"),
+        Column("train_to_target_s", "time to target", "s", of=Statistic),
+        *best,
+        Column("epochs_to_target", "epochs to target", spread=False, role="detail", of=Statistic),
+        Column("end_to_end_to_target_s", "end to end to target", "s", role="detail", of=Statistic),
+        *others,
+        *settings,
     ]
     notes = [
         SPREAD_NOTE,
@@ -101,7 +92,6 @@ def table(loaded: Loaded, target: float = 0.95, group_by: Sequence[str] | None =
         "target: seconds of training until then; end to end: with validation and checkpoints",
         "times and epochs are means over the runs that reached the target, so they flatter a group with failures",
         *([CAPTIONS_NOTE] if "bleu4" in more else []),
-        *group_notes(loaded.runs, experiments, shown, group_by),
+        *group_notes(loaded.runs, experiments, group_by),
     ]
-    spare = (*(one.key for one in (*others, *best)), "epochs_to_target", "n", "end_to_end_to_target_s")
-    return Table("accuracy", "Accuracy and time to accuracy", columns, rows, notes, spare=spare)
+    return Table("accuracy", "Accuracy and time to accuracy", columns, rows, notes)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 
 from hvdtrain.results import columns, groups, scores
 from hvdtrain.results.columns import GROUP
 from hvdtrain.results.groups import Group, short
+from hvdtrain.results.statistics import Statistic
 from hvdtrain.results.tables.model import Column
 from hvdtrain.system.exits import printable
 
@@ -20,28 +22,46 @@ SPREAD_NOTE = (
 )
 N = Column("n", "n")
 FIGURES: dict[str, Column] = {
-    "train_s": Column("train_s", "train", "s"),
-    "validation_s": Column("validation_s", "validation", "s", spread=False),
-    "test_s": Column("test_s", "test", "s", spread=False),
-    "checkpoint_s": Column("checkpoint_s", "checkpoint", "s", spread=False),
-    "end_to_end_s": Column("end_to_end_s", "end to end", "s"),
-    "samples_per_s": Column("samples_per_s", "throughput", "samples/s", spread=False),
-    "data_s": Column("data_s", "data", "ms", 1e3, spread=False),
-    "compute_s": Column("compute_s", "compute", "ms", 1e3, spread=False),
-    "communication_s": Column("communication_s", "exchange", "ms", 1e3),
-    "communication_share": Column("communication_share", "waiting for exchange", "%", 100, spread=False),
-    "network_bytes_per_step": Column("network_bytes_per_step", "network per step", "MB", 1e-6, spread=False),
-    "limit_bytes_per_step": Column("limit_bytes_per_step", "network limit", "MB", 1e-6),
-    "energy_j": Column("energy_j", "energy", "J"),
-    "peak_rss_bytes": Column("peak_rss_bytes", "memory per rank", "MB", 1e-6),
+    column.key: dataclasses.replace(column, of=Statistic)
+    for column in (
+        Column("train_s", "train", "s"),
+        Column("compute_s", "compute", "ms", 1e3, spread=False),
+        Column("communication_s", "exchange", "ms", 1e3),
+        Column("samples_per_s", "throughput", "samples/s", spread=False, role="detail"),
+        Column("communication_share", "waiting for exchange", "%", 100, spread=False, role="detail"),
+        Column("end_to_end_s", "end to end", "s", role="detail"),
+        Column("energy_j", "energy", "J", role="detail"),
+        Column("network_bytes_per_step", "network per step", "MB", 1e-6, spread=False, role="detail"),
+        Column("data_s", "data", "ms", 1e3, spread=False, role="detail"),
+        Column("validation_s", "validation", "s", spread=False, role="detail"),
+        Column("test_s", "test", "s", spread=False, role="detail"),
+        Column("checkpoint_s", "checkpoint", "s", spread=False, role="detail"),
+        Column("peak_rss_bytes", "memory per rank", "MB", 1e-6),
+    )
 }
-"""How measurements are printed"""
+"""How measurements of groups are printed"""
+FIRST = ("strategy", "device", "hosts", "rate_mbit")
+"""Settings in front of the others"""
+FOLLOW = ("rank_batch", "backend", "launcher", "fill")
+"""Settings that usually follow from others"""
 PARTS = {"train": "train", "validation": "validation", "test": "test", "best_validation": "best validation"}
 
 
-def key_column(name: str) -> Column:
+def key_column(name: str, role: Literal["setting", "data"] = "setting") -> Column:
     """The column of a setting."""
-    return Column(name, columns.label(name), columns.RUNS[name].unit if name in columns.RUNS else "")
+    return Column(name, columns.label(name), columns.RUNS[name].unit if name in columns.RUNS else "", role=role)
+
+
+def key_columns(experiments: Sequence[Group], shown: Sequence[str], skip: Sequence[str] = ()) -> list[Column]:
+    """The columns of all settings except `skip`, in an order that does not depend on values. People see those in
+    `shown`, and what is equal in all groups."""
+    keys = [name for name in (experiments[0].key if experiments else GROUP) if name != "settings"]
+    varied = groups.varying(experiments)
+    inner = sorted({name for group in experiments for name in group.settings})
+    first = [name for name in FIRST if name in keys]
+    names = [name for name in dict.fromkeys([*first, *keys, *inner]) if name not in skip]
+    seen = {*shown, *(name for name in keys if name not in varied)}
+    return [key_column(name, "setting" if name in seen else "data") for name in names]
 
 
 def key_cells(group: Group, names: Sequence[str]) -> dict[str, Any]:
@@ -53,7 +73,9 @@ def cells(group: Group, names: Sequence[str], figures: Sequence[Column]) -> dict
     return key_cells(group, names) | {"n": group.n} | {one.key: group.statistic(one.key) for one in figures}
 
 
-def score_columns(runs: pd.DataFrame, part: str = "test", names: Sequence[str] = ()) -> list[Column]:
+def score_columns(
+    runs: pd.DataFrame, part: str = "test", names: Sequence[str] = (), role: Literal["result", "detail"] = "result"
+) -> list[Column]:
     """Columns of the primary metrics of the runs, or of the scores `names`. Shares are printed in percent."""
     known, chosen = scores.of(runs), names or scores.primary(runs)
     made = []
@@ -62,35 +84,27 @@ def score_columns(runs: pd.DataFrame, part: str = "test", names: Sequence[str] =
         if len(chosen) > 1 or "validation" not in part:
             label = f"{label} {score.label}"
         unit, factor = ("%", 100.0) if score.share else (score.unit, 1.0)
-        made.append(Column(f"{part}_{name}", printable(label), printable(unit), factor))
+        made.append(Column(f"{part}_{name}", printable(label), printable(unit), factor, role=role, of=Statistic))
     return made
 
 
 # --- which settings to show -------------------------------------------------------------------------------------------
 
 
-def varying(
-    experiments: Sequence[Group], first: Sequence[str] = ("strategy", "device", "hosts", "rate_mbit")
-) -> list[str]:
-    """The settings that differ between the groups, and always hosts; without those that follow from others."""
+def varying(experiments: Sequence[Group]) -> list[str]:
+    """The settings that differ between the groups, and always hosts; without those in FOLLOW that the others imply."""
     different = groups.varying(experiments)
-    always = [name for name in first if name in different or name == "hosts"]
-    others = [name for name in different if name not in always]
-    if "global_batch" not in others and "rank_batch" in others:
-        others.remove("rank_batch")  # follows from the number of ranks
-    if "backend" in others:
-        single = all(group.key["hosts"] == 1 for group in experiments if group.key["backend"] == "none")
-        pairs = {
-            (group.key["strategy"], group.key["backend"]) for group in experiments if group.key["backend"] != "none"
-        }
-        if single and len(pairs) == len({strategy for strategy, _ in pairs}):
-            others.remove("backend")  # a single process needs none, and each strategy has its own
-    for name in ("launcher", "fill"):  # shown only if nothing else distinguishes the groups
-        rest = [other for other in (*always, *others) if other != name]
-        keys = {json.dumps([group.value(other) for other in rest]) for group in experiments}
-        if name in others and len(keys) == len(experiments):
-            others.remove(name)
-    return [*always, *others]
+    names = [name for name in FIRST if name in different or name == "hosts"]
+    names += [name for name in different if name not in names]
+
+    def distinct(chosen: Sequence[str]) -> int:
+        return len({json.dumps([group.value(name) for name in chosen]) for group in experiments})
+
+    for name in FOLLOW:
+        rest = [other for other in names if other != name]
+        if distinct(rest) == distinct(names):
+            names = rest
+    return names
 
 
 def ordered(experiments: Sequence[Group]) -> list[Group]:
@@ -104,33 +118,18 @@ def ordered(experiments: Sequence[Group]) -> list[Group]:
     return sorted(experiments, key=place)
 
 
-def grouped(runs: pd.DataFrame, group_by: Sequence[str] | None) -> tuple[list[Group], list[str]]:
-    """The groups of the runs that count, in order, and the settings to show."""
+def grouped(runs: pd.DataFrame, group_by: Sequence[str] | None) -> tuple[list[Group], list[Column]]:
+    """The groups of the runs that count, in order, and the columns of their settings."""
     experiments = ordered(groups.by(groups.usable(runs), group_by or GROUP))
-    return experiments, list(group_by) if group_by else varying(experiments)
+    return experiments, key_columns(experiments, group_by or varying(experiments))
 
 
 # --- notes ------------------------------------------------------------------------------------------------------------
 
 
-def group_notes(
-    runs: pd.DataFrame, experiments: Sequence[Group], shown: Sequence[str], by: Sequence[str] | None
-) -> list[str]:
-    """Notes on the settings of all groups, on groups that mix experiments, and on the runs that do not count."""
-    return [*common(experiments, shown), *_mixed(experiments, by), *left_out(runs)]
-
-
-def common(experiments: Sequence[Group], shown: Sequence[str]) -> list[str]:
-    """Notes on the settings that are equal in all groups, and on processors that are not."""
-    if not experiments:
-        return []
-    skipped = {*shown, "settings", "data_fingerprint", "ranks_per_host" if "hosts" in shown else ""}
-    facts = [
-        f"{columns.label(name)} {short(name, value):{',' if name in ('parameters', 'train_samples') else ''}}"
-        for name, value in experiments[0].key.items()
-        if name not in skipped and value is not None and all(group.key[name] == value for group in experiments)
-    ]
-    return ([f"equal in all groups: {', '.join(facts)}"] if facts else []) + processors(experiments)
+def group_notes(runs: pd.DataFrame, experiments: Sequence[Group], by: Sequence[str] | None) -> list[str]:
+    """Notes on processors, on groups that mix experiments, and on the runs that do not count."""
+    return [*processors(experiments), *_mixed(experiments, by), *left_out(runs)]
 
 
 def processors(experiments: Sequence[Group]) -> list[str]:

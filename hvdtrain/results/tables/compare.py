@@ -2,14 +2,16 @@
 
 Two groups are the same experiment if they agree in everything that both have recorded. If each side has a single group,
 these are compared if they differ only in strategy, framework, hosts, ranks or settings. A measurement is worse
-if B's mean is worse than A's by more than the threshold AND the spread of the runs does not explain it: the 95 %
-interval of the difference of the means (Welch) excludes 0. Beyond the threshold but within the spread it is unclear,
-which is not a failure; more repeats would decide. A single run has no spread, so the threshold alone decides.
+if B's mean is worse than A's by more than the threshold AND the spread of the runs does not explain it: Welch's test
+rejects equal means at 5 %, corrected for the number of comparisons (Holm). So equal runs are called worse in at most
+5 % of the cases, however many groups there are. Beyond the threshold but within the spread, or without a spread because
+a side is a single run, it is unclear, which is not a failure; more repeats would decide.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
 
@@ -18,12 +20,12 @@ from hvdtrain.results.columns import label
 from hvdtrain.results.comparability import CHOSEN, describe, differing, obstacles, unrecorded
 from hvdtrain.results.groups import Group
 from hvdtrain.results.read.frame import Loaded
-from hvdtrain.results.statistics import Statistic, difference, summary
+from hvdtrain.results.statistics import LEVEL, Statistic, holm, p_value, summary
 from hvdtrain.results.tables.columns import (
     FIGURES,
     N,
     key_cells,
-    key_column,
+    key_columns,
     left_out,
     processors,
     score_columns,
@@ -44,18 +46,22 @@ LESS_IS_BETTER = {
 VERDICTS = ("worse", "unclear", "same", "better")
 
 
-def judge(before: Statistic, after: Statistic, threshold: float, *, less_is_better: bool) -> tuple[float | None, str]:
+def judge(
+    before: Statistic, after: Statistic, threshold: float, p: float | None, *, less_is_better: bool
+) -> tuple[float | None, str]:
     """The change relative to `before` (None if that is 0), and the verdict; see the module's docstring.
 
-    `threshold` is a fraction of 1. A positive change is an increase.
+    `threshold` is a fraction of 1, `p` the corrected p value. A positive change is an increase.
     """
-    delta = difference(after, before)
-    change = delta.mean / abs(before.mean) if before.mean else None
-    if delta.mean == 0 or (change is not None and abs(change) <= threshold):
+    delta = after.mean - before.mean
+    change = delta / abs(before.mean) if before.mean else None
+    if delta == 0 or (change is not None and abs(change) <= threshold):
         return change, "same"
-    if change is None or (delta.span and delta.span[0] <= 0 <= delta.span[1]):
+    if p is None:
+        return change, "unclear (single run)"
+    if change is None or p > 1 - LEVEL:
         return change, "unclear"
-    return change, "worse" if (delta.mean > 0) == less_is_better else "better"
+    return change, "worse" if (delta > 0) == less_is_better else "better"
 
 
 def pairs(before: Loaded, after: Loaded) -> list[tuple[Group, Group]]:
@@ -91,15 +97,17 @@ def _different(a: Group, b: Group) -> list[str]:
 def compare(before: Loaded, after: Loaded, threshold: float) -> tuple[Table, bool]:
     """The table, and whether anything is worse. Raises Failure (65) if nothing can be compared."""
     compared = pairs(before, after)
-    shown = varying([a for a, _ in compared])
+    first = [a for a, _ in compared]
+    settings = key_columns(first, varying(first))
     both = pd.concat([before.runs, after.runs])
     known, figures = scores.of(both), [(FIGURES[name], less) for name, less in LESS_IS_BETTER.items()]
     primary = scores.primary(both)
     for name, column in zip(primary, score_columns(both), strict=True):
         figures.append((column, not known[name].higher_is_better))
     signed = {f"test_{name}" for name in primary if known[name].higher_is_better is None}
-    rows = []
+    found = []
     for a, b in compared:
+        keys = key_cells(a, [one.key for one in settings])
         for column, less in figures:
             old, new = a.statistic(column.key), b.statistic(column.key)
             if old is None or new is None:
@@ -107,27 +115,31 @@ def compare(before: Loaded, after: Loaded, threshold: float) -> tuple[Table, boo
             sizes = (old, new)
             if column.key in signed:  # the best value is 0
                 sizes = tuple(summary(map(abs, side.values(column.key))) for side in (a, b))  # type: ignore[assignment]
-            change, verdict = judge(*sizes, threshold, less_is_better=less)
-            verdict += " (single run)" if min(old.n, new.n) < 2 and verdict in ("worse", "better") else ""
-            row = key_cells(a, shown) | {"figure": column.heading, "change": change, "verdict": verdict}
-            rows.append(row | {"before": cell(old, column), "after": cell(new, column), "n": f"{old.n}, {new.n}"})
-    if not rows:
+            row = {"figure": column.heading, "before": cell(old, column), "after": cell(new, column)}
+            found.append((keys | row | {"n": f"{old.n}, {new.n}"}, sizes, less, p_value(*sizes)))
+    if not found:
         raise Failure("nothing to compare: no measurement exists on both sides", exits.BAD_DATA)
-    worse = any(row["verdict"].startswith("worse") for row in rows)
-    columns = [*map(key_column, shown), Column("figure", "measurement"), Column("before", "A"), Column("after", "B")]
-    columns += [N, Column("change", "change", "%", 100), Column("verdict", "verdict")]
+    tested = [p for *_, p in found if p is not None]
+    corrected, rows = iter(holm(tested)), list[dict[str, Any]]()
+    for row, sizes, less, p in found:
+        verdict = judge(*sizes, threshold, None if p is None else next(corrected), less_is_better=less)
+        rows.append(row | {"change": verdict[0], "verdict": verdict[1]})
+    worse = any(row["verdict"] == "worse" for row in rows)
+    columns = [Column("figure", "measurement"), Column("before", "A"), Column("after", "B")]
+    columns += [Column("change", "change", "%", 100), Column("verdict", "verdict"), N, *settings]
     counts = {verdict: sum(row["verdict"].startswith(verdict) for row in rows) for verdict in VERDICTS}
     notes = [
         f"B compared with A: {', '.join(f'{count} {verdict}' for verdict, count in counts.items() if count)}",
-        f"worse: by more than {100 * threshold:g} %, and the 95 % interval of the difference of the means (Welch) "
-        "excludes 0; unclear: by more, but within the spread; single run: no spread, so the threshold decides",
+        f"worse: by more than {100 * threshold:g} %, and Welch's test rejects equal means at 5 %, corrected for "
+        f"{len(tested)} comparisons (Holm); unclear: by more, but within the spread, or a single run, which has none",
         *_differences(compared),
         *processors([group for pair in compared for group in pair]),
         *_unpaired(before, after, compared),
         *left_out(before.runs),
         *left_out(after.runs),
     ]
-    return Table("compare", f"A: {_names(before)}   B: {_names(after)}", columns, rows, notes, spare=("n",)), worse
+    apart = [one.key for one in settings if one.role == "setting"]
+    return Table("compare", f"A: {_names(before)}   B: {_names(after)}", columns, rows, notes, apart=apart), worse
 
 
 def _names(loaded: Loaded) -> str:

@@ -18,12 +18,19 @@ from hvdtrain.results.comparability import DEVICES, Baseline, describe, obstacle
 from hvdtrain.results.groups import Group
 from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.statistics import Interval, Statistic, product, ratio, summary
-from hvdtrain.results.tables.columns import SPREAD_NOTE, N, common, key_cells, key_column, left_out, ordered, varying
+from hvdtrain.results.tables.columns import (
+    SPREAD_NOTE,
+    N,
+    key_cells,
+    key_columns,
+    left_out,
+    ordered,
+    processors,
+    varying,
+)
 from hvdtrain.results.tables.model import Column, Table
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
-
-SPARE = ("samples_per_j", "edp", "energy_j", "n")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +103,10 @@ def tables(loaded: Loaded, baseline: Baseline | None = None) -> list[Table]:
         note = "no complete run has its energy measured; hint: train with --monitor power on a machine with sensors"
         return [Table("energy", "Energy", [], [], [note, *notes])]
     base = choose_baseline(measured, baseline)
-    shown = varying([each.group for each in measured])
+    experiments = [each.group for each in measured]
+    shown = varying(experiments)
+    settings = key_columns(experiments, shown)
+    keys = [one.key for one in settings]
     unit, scale = _unit([each.figures["energy_j"].mean for each in measured])
     freed = baseline.names if baseline else frozenset()
     rows = []
@@ -104,21 +114,21 @@ def tables(loaded: Loaded, baseline: Baseline | None = None) -> list[Table]:
     for each in measured:
         names = [name for name in obstacles(each.group, base.group, DEVICES) if name not in freed]
         edp = {name: None if names else _relative(each, base, f"{name}_js") for name in ("edp_used", "edp")}
-        rows.append(key_cells(each.group, shown) | each.figures | edp)
+        rows.append(key_cells(each.group, keys) | each.figures | edp)
         if names:
             refused.append(
                 f"no EDP of {_words(each.group, shown)}: it differs from the baseline in "
                 f"{describe(each.group, base.group, names)}; hint: select another with --baseline"
             )
     columns = [
-        *map(key_column, shown),
         N,
-        Column("end_to_end_s", "end to end", "s"),
-        Column("energy_used_j", "energy of used devices", unit, scale),
-        Column("energy_j", "energy", unit, scale),
-        Column("edp_used", "EDP of used devices", spread=False),
-        Column("edp", "EDP", spread=False),
-        Column("samples_per_j", "samples", "1/J", spread=False),
+        Column("end_to_end_s", "end to end", "s", of=Statistic),
+        Column("energy_used_j", "energy of used devices", unit, scale, of=Statistic),
+        Column("edp_used", "EDP of used devices", spread=False, of=Interval),
+        Column("energy_j", "energy", unit, scale, role="detail", of=Statistic),
+        Column("edp", "EDP", spread=False, role="detail", of=Interval),
+        Column("samples_per_j", "samples", "1/J", spread=False, role="detail", of=Statistic),
+        *settings,
     ]
     notes = [
         SPREAD_NOTE,
@@ -127,11 +137,10 @@ def tables(loaded: Loaded, baseline: Baseline | None = None) -> list[Table]:
         *refused,
         "end to end: of timing runs, or else of energy runs; samples: training samples per joule of all devices",
         *_resumed(measured),
-        *common([each.group for each in measured], shown),
+        *processors(experiments),
         *notes,
     ]
-    table = Table("energy", "Energy and energy-delay product", columns, rows, notes, spare=SPARE)
-    return [table, _by_device(measured, shown)]
+    return [Table("energy", "Energy and energy-delay product", columns, rows, notes), _by_device(measured, settings)]
 
 
 def _relative(each: Energy, base: Energy, name: str) -> Interval | None:
@@ -168,16 +177,16 @@ def _resumed(measured: Sequence[Energy]) -> list[str]:
     return [f"{count} runs were resumed: their energy includes repeated steps, their times do not"] if count else []
 
 
-def _by_device(measured: Sequence[Energy], shown: Sequence[str]) -> Table:
-    rows = []
+def _by_device(measured: Sequence[Energy], settings: Sequence[Column]) -> Table:
+    keys, rows = [one.key for one in settings], []
     for each in measured:
         runs = [devices for devices in each.group.column("energy_by_device") if devices]
         idle = {name for text in each.group.values("idle_devices") for name in text.split(",")}
         for device in dict.fromkeys(name for devices in runs for name in devices):
             joules = summary(devices[device] for devices in runs if device in devices)
             about = {"host_device": device, "use": "idle" if device in idle else "used", "energy_j": joules}
-            rows.append(key_cells(each.group, shown) | about | {"n": joules.n if joules else 0})
+            rows.append(key_cells(each.group, keys) | about | {"n": joules.n if joules else 0})
     unit, scale = _unit([row["energy_j"].mean for row in rows])
-    columns = [*map(key_column, shown), Column("host_device", "host:device"), Column("use", "use"), N]
-    columns.append(Column("energy_j", "energy", unit, scale))
-    return Table("energy_by_device", "Energy by device", columns, rows, spare=("n", "use"))
+    columns = [Column("host_device", "host:device"), Column("use", "use"), N]
+    columns += [Column("energy_j", "energy", unit, scale, of=Statistic), *settings]
+    return Table("energy_by_device", "Energy by device", columns, rows)

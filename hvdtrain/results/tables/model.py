@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
+from hvdtrain.results.comparability import WORK
 from hvdtrain.results.statistics import Interval, Statistic
 
 
@@ -27,10 +28,37 @@ class Column:
     """Whether to print the spread of a statistic"""
     prose: bool = False
     """Whether a narrow terminal may wrap its text"""
+    role: Literal["result", "detail", "setting", "data"] = "result"
+    """People always see results; details where they fit, the first ones first; settings that differ between the rows.
+    CSV and JSON have all columns"""
+    of: type[Statistic | Interval] | None = None
+    """The type of values with a spread, which take several columns in CSV"""
 
     @property
     def heading(self) -> str:
         return f"{self.label} ({self.unit})" if self.unit else self.label
+
+
+@dataclasses.dataclass
+class Part:
+    """Rows that people see as a table of their own."""
+
+    name: str
+    """Empty if the table has no sections"""
+    caption: str
+    """The settings that its rows have in common, but not all rows of the table"""
+    columns: list[Column]
+    rows: list[dict[str, Any]]
+    reading: str
+    """The conclusion from its rows, in a sentence"""
+
+    def text(self) -> list[list[str]]:
+        """The cells as printed."""
+        return [[cell(row.get(column.key), column) for column in self.columns] for row in self.rows]
+
+    def is_text(self, column: Column) -> bool:
+        """Whether the column contains text, and is therefore aligned to the left."""
+        return next((isinstance(row[column.key], str) for row in self.rows if row.get(column.key) is not None), False)
 
 
 @dataclasses.dataclass
@@ -43,32 +71,45 @@ class Table:
     notes: list[str] = dataclasses.field(default_factory=list)
     """Definitions, warnings, and runs that do not count"""
     section: str | None = None
-    """Key of the title that successive rows share; it is not a column"""
+    """Key of the title that the rows of a part share; it is not a column"""
     readings: dict[str, str] = dataclasses.field(default_factory=dict)
     """Section -> the conclusion from its rows, in a sentence"""
-    spare: Sequence[str] = ()
-    """Keys of the columns that a narrow terminal drops, in this order"""
+    apart: Sequence[str] = WORK
+    """Keys of the settings that rows of a part share, if the table has no sections"""
 
-    def sections(self) -> list[tuple[str, list[dict[str, Any]]]]:
-        """The rows by section, in order; a single section without a name if the table has none."""
-        sections: list[tuple[str, list[dict[str, Any]]]] = []
+    def parts(self) -> list[Part]:
+        """The rows by section, or by the settings in `apart`, in order."""
+        sections: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for row in self.rows:
-            name = str(row.get(self.section)) if self.section else ""
-            if not sections or sections[-1][0] != name:
-                sections.append((name, []))
-            sections[-1][1].append(row)
-        return sections
+            names = [self.section] if self.section else self.apart
+            sections.setdefault(tuple(row.get(name) for name in names), []).append(row)
+        common, parts = self._common(self.rows), []
+        for key, rows in sections.items():
+            name, equal = str(key[0]) if self.section else "", self._common(rows)
+            columns = [one for one in self.columns if one not in equal and self._is_shown(one, rows)]
+            caption = words([one for one in equal if one not in common], rows[0])
+            parts.append(Part(name, caption, columns, rows, self.readings.get(name, "")))
+        return parts
 
-    def text(self) -> list[list[str]]:
-        """The cells as printed."""
-        return [self.cells(row) for row in self.rows]
+    def caption(self) -> str:
+        """The settings that all rows have in common."""
+        return words(self._common(self.rows), self.rows[0]) if self.rows else ""
 
-    def cells(self, row: dict[str, Any]) -> list[str]:
-        return [cell(row.get(column.key), column) for column in self.columns]
+    def _common(self, rows: Sequence[dict[str, Any]]) -> list[Column]:
+        settings = [column for column in self.columns if column.role == "setting"]
+        return [one for one in settings if len({cell(row.get(one.key), one) for row in rows}) == 1]
 
-    def is_text(self, column: Column) -> bool:
-        """Whether the column contains text, and is therefore aligned to the left."""
-        return next((isinstance(row[column.key], str) for row in self.rows if row.get(column.key) is not None), False)
+    def _is_shown(self, column: Column, rows: Sequence[dict[str, Any]]) -> bool:
+        """Whether people need the column: it has a value, or is a result that no row of the table has."""
+        measured = any(row.get(column.key) is not None for row in rows)
+        missing = column.role == "result" and all(row.get(column.key) is None for row in self.rows)
+        return column.role != "data" and (measured or missing)
+
+
+def words(columns: Sequence[Column], row: dict[str, Any]) -> str:
+    """`strategy allreduce, rate 10 Mbit/s`: the row's values, without missing ones."""
+    known = [column for column in columns if row.get(column.key) is not None]
+    return ", ".join(f"{one.label} {cell(row[one.key], one)} {one.unit}".rstrip() for one in known)
 
 
 def cell(value: Any, column: Column) -> str:
@@ -78,6 +119,8 @@ def cell(value: Any, column: Column) -> str:
             return "-"
         case bool():
             return "yes" if value else "no"
+        case float() if column.role == "setting":
+            return f"{value * column.scale:,.10g}"
         case int():
             return f"{value * column.scale:,.10g}"
         case float():

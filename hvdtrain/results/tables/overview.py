@@ -10,7 +10,6 @@ from hvdtrain.results import groups, scores
 from hvdtrain.results.columns import RUNS
 from hvdtrain.results.groups import short
 from hvdtrain.results.read import frame
-from hvdtrain.results.read.folders import Problem
 from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.tables.columns import (
     FIGURES,
@@ -23,63 +22,55 @@ from hvdtrain.results.tables.columns import (
     score_columns,
 )
 from hvdtrain.results.tables.model import Column, Table, number
-from hvdtrain.system.exits import Failure, printable
+from hvdtrain.system.exits import printable
 
 
 def listing(loaded: Loaded) -> Table:
     """All runs, including those that do not count, and why not."""
-    names = ["run", "state", "started_utc", "hosts", "ranks", "rate_mbit"]
-    names += [name for name in ("workload", "framework", "strategy", "kind") if loaded.runs[name].nunique() > 1]
-    shown = [FIGURES["train_s"], *score_columns(loaded.runs)]
-    columns = [key_column(name) for name in names] + shown
+    names = ["strategy", "hosts", "ranks", "rate_mbit", "workload", "framework", "kind"]
+    shown = [dataclasses.replace(one, of=None) for one in (FIGURES["train_s"], *score_columns(loaded.runs))]
+    columns = [Column("run", "run"), Column("state", "state"), *shown]
+    columns += [Column("started_utc", "started", role="detail"), *map(key_column, names)]
     runs = loaded.runs.sort_values(["started_utc", "run_dir"], na_position="last")
     rows = []
-    for values in runs[[*names, *(one.key for one in shown), "marked"]].to_dict("records"):
+    for values in runs[[*(one.key for one in columns), "marked"]].to_dict("records"):
         row = {str(key): None if groups.is_missing(value) else short(str(key), value) for key, value in values.items()}
         row["state"] = f"{row['state']}, marked" if row["marked"] and row["state"] == "complete" else row["state"]
         rows.append(row)
     notes = [f"{row['run']} is marked: {row['marked']}" for row in rows if row["marked"]]
-    spare = ("started_utc", "ranks", "kind", "workload", *(one.key for one in shown[1:]))
-    return Table("list", f"{len(rows)} runs", columns, rows, notes, spare=spare)
+    return Table("list", f"{len(rows)} runs", columns, rows, notes, apart=())
 
 
 def overview(loaded: Loaded, group_by: Sequence[str] | None = None) -> Table:
     """The main measurements of each group of repeats."""
-    runs = groups.usable(loaded.runs)
-    experiments, shown = grouped(loaded.runs, group_by)
+    experiments, settings = grouped(loaded.runs, group_by)
     end_to_end = dataclasses.replace(FIGURES["end_to_end_s"], spread=False)  # to fit a terminal
-    figures = [FIGURES["train_s"], end_to_end, FIGURES["samples_per_s"], FIGURES["communication_share"]]
-    figures += score_columns(runs)
-    if runs["energy_j"].notna().any():
-        figures.append(FIGURES["energy_j"])
-    rows = [cells(group, shown, figures) for group in experiments]
-    columns = [key_column(name) for name in shown] + [N, *figures]
+    figures = [FIGURES["train_s"], *score_columns(groups.usable(loaded.runs)), FIGURES["samples_per_s"]]
+    figures += [FIGURES["communication_share"], end_to_end, FIGURES["energy_j"]]
+    rows = [cells(group, [one.key for one in settings], figures) for group in experiments]
     notes = [
         SPREAD_NOTE,
-        *group_notes(loaded.runs, experiments, shown, group_by),
+        *group_notes(loaded.runs, experiments, group_by),
         "train: training phase; end to end: with validation, test and checkpoints; waiting for exchange: share of a "
         "step that rank 0 waits after backward",
     ]
-    spare = ("end_to_end_s", "communication_share", "n", "samples_per_s")
-    return Table("table", f"{len(experiments)} groups of runs", columns, rows, notes, spare=spare)
+    return Table("table", f"{len(experiments)} groups of runs", [N, *figures, *settings], rows, notes)
 
 
 def phases(loaded: Loaded, group_by: Sequence[str] | None = None) -> Table:
     """The phases of a run, and the parts of a step."""
-    experiments, shown = grouped(loaded.runs, group_by)
-    names = ("train_s", "validation_s", "test_s", "checkpoint_s", "data_s", "compute_s", "communication_s")
-    figures = [FIGURES[name] for name in names]
-    rows = [cells(group, shown, figures) | {"n": len(group.values("train_s"))} for group in experiments]
-    columns = [key_column(name) for name in shown] + [N, *figures]
+    experiments, settings = grouped(loaded.runs, group_by)
+    names = ("train_s", "compute_s", "communication_s", "data_s", "validation_s", "test_s", "checkpoint_s")
+    figures, keys = [FIGURES[name] for name in names], [one.key for one in settings]
+    rows = [cells(group, keys, figures) | {"n": len(group.values("train_s"))} for group in experiments]
     notes = [
         SPREAD_NOTE,
         "train, validation, test, checkpoint: seconds per run, without loading and initialisation (MLPerf's rule)",
         "data, compute, exchange: milliseconds per step of rank 0, without warm-up; data and exchange are waiting "
         "times. Communication that backward hides counts as compute. -: the framework cannot separate them",
-        *group_notes(loaded.runs, experiments, shown, group_by),
+        *group_notes(loaded.runs, experiments, group_by),
     ]
-    spare = ("n", "checkpoint_s", "test_s", "validation_s", "data_s")
-    return Table("phases", "Where the time goes", columns, rows, notes, spare=spare)
+    return Table("phases", "Where the time goes", [N, *figures, *settings], rows, notes)
 
 
 def run_facts(loaded: Loaded) -> Table:
@@ -103,10 +94,11 @@ def run_facts(loaded: Loaded) -> Table:
         {"what": f"inference of {samples} samples", "value": _text(seconds, "s"), "meaning": RUNS["inference"].meaning}
         for samples, seconds in (run["inference"] or {}).items()
     ]
-    columns = [Column("what", "what"), Column("value", "value", prose=True), Column("meaning", "meaning", prose=True)]
+    columns = [Column("what", "what"), Column("value", "value", prose=True)]
+    columns.append(Column("meaning", "meaning", prose=True, role="detail"))
     missing = [name for name, column in known.items() if column.kind == "number" and groups.is_missing(run[name])]
     notes = [f"not measured: {', '.join(missing)}"] if missing else []
-    return Table("show", str(run["run"]), columns, rows, notes, spare=("meaning",))
+    return Table("show", str(run["run"]), columns, rows, notes)
 
 
 def _text(value: Any, unit: str) -> str:
@@ -119,20 +111,16 @@ def run_epochs(loaded: Loaded) -> Table:
     """The epochs of a single run that count, in order."""
     columns = [
         Column("epoch", "epoch"),
-        Column("train_loss", "train loss"),
         Column("train_s", "train", "s"),
-        Column("elapsed_s", "elapsed", "s"),
+        Column("train_loss", "train loss", role="detail"),
+        Column("elapsed_s", "elapsed", "s", role="detail"),
     ]
-    table = Table("epochs", "Epochs", columns, [], spare=("elapsed_s", "train_loss"))
-    run_dir = str(loaded.runs.iloc[0]["run_dir"])
-    try:
-        epochs = frame.epochs(run_dir)
-    except Failure as failure:
-        loaded.problems.append(Problem(run_dir, None, str(failure)))
-        return table
+    table = Table("epochs", "Epochs", columns, [])
+    epochs = frame.epochs(loaded, str(loaded.runs.iloc[0]["run_dir"]))
     for part in ("validation", "train"):
         names = [name for name in scores.shown(loaded.runs) if f"{part}_{name}" in epochs]
-        table.columns[2:2] = score_columns(loaded.runs, part, names) if names else []
+        made = score_columns(loaded.runs, part, names) if names else []
+        table.columns[1:1] = [dataclasses.replace(one, of=None) for one in made]
     for values in epochs.to_dict("records"):
         row = {str(name): None if groups.is_missing(value) else value for name, value in values.items()}
         table.rows.append(row | {"epoch": int(values["epoch"]) + 1})

@@ -4,24 +4,42 @@ from __future__ import annotations
 
 import itertools
 import math
+import shlex
 from collections.abc import Sequence
 
 from hvdtrain.results import groups, scaling
 from hvdtrain.results.columns import label
-from hvdtrain.results.comparability import MUST, Baseline, Count, many, unrecorded, why_alone
-from hvdtrain.results.groups import Group, short
+from hvdtrain.results.comparability import (
+    MUST,
+    NOTHING,
+    WORK,
+    Baseline,
+    Count,
+    classes,
+    count_of,
+    many,
+    unrecorded,
+    why_alone,
+)
+from hvdtrain.results.groups import Group
+from hvdtrain.results.read import frame
 from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.scaling import MOST_EFFICIENCY, Row
-from hvdtrain.results.statistics import ratio
-from hvdtrain.results.tables.columns import FIGURES, SPREAD_NOTE, N, common, key_cells, left_out, varying
+from hvdtrain.results.statistics import Interval, ratio
+from hvdtrain.results.tables.columns import (
+    FIGURES,
+    SPREAD_NOTE,
+    N,
+    key_cells,
+    key_column,
+    left_out,
+    processors,
+    varying,
+)
 from hvdtrain.results.tables.model import Column, Table, number
 
-SPARE = ("limit_bytes_per_step", "network_bytes_per_step", "speedup_end_to_end", "communication_share", "n")
-EFFICIENCY = {
-    "strong": "efficiency (strong scaling, equal global batch): T_base n_base / (T_n n)",
-    "weak": "efficiency (weak scaling, equal batch per rank): (samples/s / n) / (samples/s of the baseline / n_base)",
-    "other": "no efficiency, because neither the global batch nor the batch per rank is known to equal the baseline's",
-}
+NOT_COMPARED = "not compared"
+SINGLE = "Single runs have no spread, so this may be chance; repeat them with another --seed."
 BATCHES = {
     "strong": "strong scaling: equal global batch",
     "weak": "weak scaling: equal batch per rank",
@@ -32,6 +50,7 @@ VARIES_INSIDE = {"strong": "rank_batch", "weak": "global_batch"}
 NOTES = (
     "train: seconds of the training phase; speed-up: T_base / T_n of the training phase with its 95 % interval (Welch, "
     "on logarithms); end-to-end speed-up: with validation, test and checkpoints",
+    "efficiency: speed-up x n_base / n; in weak scaling, of samples/s; none if batches differ or are unknown",
     "waiting for exchange: share of a step that rank 0 waits after backward",
     "network per step: bytes of the busiest host's NIC (sent or received) including headers; network limit: "
     "2 (h - 1) / h x 4 bytes x parameters, the least that each host sends in an fp32 all-reduce over h hosts",
@@ -44,33 +63,38 @@ def table(loaded: Loaded, count: Count | None = None, baseline: Baseline | None 
     count = count or scaling.what_varies(experiments)
     rows = scaling.rows(experiments, count, baseline)
     curves = [list(curve) for _, curve in itertools.groupby(rows, key=lambda row: row.curve)]
+    alone = [curve[0] for curve in curves if len(curve) == 1]
+    curves = [curve for curve in curves if len(curve) > 1]
     columns = [
         Column("count", count),
         N,
         FIGURES["train_s"],
-        Column("speedup", "speed-up"),
-        Column("speedup_end_to_end", "end-to-end speed-up", spread=False),
-        Column("efficiency", "efficiency", "%", 100, spread=False),
-        *(FIGURES[name] for name in ("communication_share", "network_bytes_per_step", "limit_bytes_per_step")),
-        *([Column("suspect", "suspect")] if any(row.suspect for row in rows) else []),
+        Column("speedup", "speed-up", of=Interval),
+        Column("efficiency", "efficiency", "%", 100, spread=False, role="detail", of=Interval),
+        *(FIGURES[name] for name in ("communication_share", "network_bytes_per_step")),
+        Column("limit_bytes_per_step", "network limit", "MB", 1e-6, role="detail"),
+        Column("speedup_end_to_end", "end-to-end speed-up", spread=False, role="detail", of=Interval),
+        Column("group", "group", prose=True, role="detail"),
+        Column("suspect", "suspect", role="data"),
+        *(key_column(name, "data") for name in ("workload", "framework", "strategy", "rate_mbit")),
     ]
-    made = Table("scaling", f"Scaling over {count}", columns, [], section="curve", spare=SPARE)
-    for title, curve in zip(_titles(curves, count), curves, strict=True):
+    made = Table("scaling", f"Scaling over {count}", columns, [], section="curve")
+    settings = curve_settings([*curves, *([row] for row in alone)], count)
+    for title, curve in zip(_titles(curves, settings, count), curves, strict=False):
         made.rows += [_cells(row, title) for row in curve]
-        alone = len(curve) == 1 and curve[0].count and curve[0].group.values("train_s")
-        made.readings[title] = (
-            why_alone(curve[0].group, experiments, count, baseline) if alone else reading(curve, count)
-        )
-    kinds = {curve[-1].kind for curve in curves if len(curve) > 1}
-    made.notes = [SPREAD_NOTE, *NOTES, *(note for kind, note in EFFICIENCY.items() if kind in kinds)]
+        made.readings[title] = reading(curve, count)
+    if alone:
+        for row, words in zip(alone, settings[len(curves) :], strict=True):
+            made.rows.append(_cells(row, NOT_COMPARED) | {"group": _words(row.group, words)})
+        made.readings[NOT_COMPARED] = _missing([row.group for row in alone], experiments, count, baseline)
+    made.notes = [SPREAD_NOTE, *NOTES]
     if any(row.speedup is None and row.train_s and row.group is not row.baseline for row in rows):
         made.notes.append("no speed-up for runs that --target ended after different numbers of epochs: see strategies")
     if names := sorted({name for row in rows for name in unrecorded(row.group, row.baseline, MUST[count])}):
         which = ", ".join(map(label, names))
         made.notes.append(f"warning: some runs did not record {which}, which is assumed equal to the baseline's")
-    made.notes += [*common(experiments, ["hosts"]), *left_out(loaded.runs)]
-    lonely = count == "hosts" and any(len(curve) == 1 for curve in curves)
-    if lonely and len({group.key["ranks_per_host"] for group in experiments}) > 1:
+    made.notes += [*processors(experiments), *left_out(loaded.runs)]
+    if alone and count == "hosts" and len({group.key["ranks_per_host"] for group in experiments}) > 1:
         made.notes.append("use --count ranks to compare runs with different ranks on the same hosts")
     return made
 
@@ -86,7 +110,7 @@ def _cells(row: Row, title: str) -> dict[str, object]:
         "efficiency": row.efficiency,
         "limit_bytes_per_step": next(iter(group.values("limit_bytes_per_step")), None),
         **{name: group.statistic(name) for name in ("train_s", "communication_share", "network_bytes_per_step")},
-        **{name: short(name, group.key[name]) for name in ("framework", "strategy", "rate_mbit")},
+        **key_cells(group, ("workload", "framework", "strategy", "rate_mbit")),
         "suspect": row.suspect,
     }
 
@@ -101,33 +125,39 @@ def rate_words(mbit: float | None) -> str:
 
 def settings_of(experiments: Sequence[Group], skip: Sequence[str] = ()) -> list[list[str]]:
     """For each group, the settings that differ between the groups, as `threads per rank 2`; without hosts and rate,
-    strategy and framework, and `skip`."""
-    shown = ("hosts", "ranks_per_host", "rate_mbit", "strategy", "framework", *skip)
-    names = [name for name in varying(experiments) if name not in shown]
-    cells = [key_cells(group, names) for group in experiments]
-    return [[f"{label(name)} {value}" for name, value in each.items() if value is not None] for each in cells]
+    strategy and framework, and `skip`. Groups of other work differ in it, and need no other settings."""
+    skipped = ("hosts", "rate_mbit", "strategy", "framework", *skip)
+    work = [name for name in groups.varying(experiments) if name in WORK]
+    words = []
+    for group in experiments:
+        alike = [other for other in experiments if all(other.key[name] == group.key[name] for name in work)]
+        names = [*work, *(name for name in varying(alike) if name not in (*skipped, *work))]
+        cells = key_cells(group, names)
+        words.append([f"{label(name)} {value}" for name, value in cells.items() if value is not None])
+    return words
 
 
-def curve_settings(curves: Sequence[Sequence[Row]]) -> list[list[str]]:
-    """For each curve, the settings that differ between the curves, without the batch that differs inside it."""
+def curve_settings(curves: Sequence[Sequence[Row]], count: Count) -> list[list[str]]:
+    """For each curve, the settings that differ between the curves, without those that differ inside it."""
     last = [curve[-1].group for curve in curves]
-    by_kind = {kind: settings_of(last, [name]) for kind, name in {**VARIES_INSIDE, "other": ""}.items()}
+    inside = ["ranks_per_host"] if count == "ranks" else []
+    by_kind = {kind: settings_of(last, [name, *inside]) for kind, name in {**VARIES_INSIDE, "other": ""}.items()}
     return [by_kind[curve[-1].kind][place] for place, curve in enumerate(curves)]
 
 
-def _titles(curves: Sequence[Sequence[Row]], count: Count) -> list[str]:
+def _titles(curves: Sequence[Sequence[Row]], settings: Sequence[Sequence[str]], count: Count) -> list[str]:
     """A different title for each curve, from its settings and its baseline."""
     titles: list[str] = []
-    for place, (curve, settings) in enumerate(zip(curves, curve_settings(curves), strict=True), start=1):
-        group, base = curve[-1].group, curve[0].group
-        words = [str(group.key["strategy"]), str(group.key["framework"]), *settings]
-        if len(curve) == 1:
-            title = f"{', '.join(words)}, only {many(curve[0].count, count)}"
-        else:
-            words.insert(0, rate_words(group.key["rate_mbit"]))
-            title = f"{', '.join(words)} ({BATCHES[curve[-1].kind]}; baseline {_baseline(base, curve, count)})"
+    for place, (curve, words) in enumerate(zip(curves, settings, strict=False), start=1):
+        base = _baseline(curve[0].group, curve, count)
+        title = f"{_words(curve[-1].group, words)} ({BATCHES[curve[-1].kind]}; baseline {base})"
         titles.append(title if title not in titles else f"{title} #{place}")
     return titles
+
+
+def _words(group: Group, settings: Sequence[str]) -> str:
+    rate = [rate_words(group.key["rate_mbit"])] if group.key["hosts"] != 1 else []
+    return ", ".join([*rate, str(group.key["strategy"]), str(group.key["framework"]), *settings])
 
 
 def _baseline(base: Group, curve: Sequence[Row], count: Count) -> str:
@@ -144,40 +174,60 @@ def _baseline(base: Group, curve: Sequence[Row], count: Count) -> str:
 # --- conclusions ------------------------------------------------------------------------------------------------------
 
 
+def _missing(alone: Sequence[Group], experiments: Sequence[Group], count: Count, baseline: Baseline | None) -> str:
+    """Why the largest set of similar groups is compared with none, and the command whose run it lacks."""
+    timed = [group for group in alone if count_of(group, count) and group.values("train_s")]
+    if not timed:
+        return f"{NOTHING}: these runs have no times."
+    group = max(classes(timed, MUST[count]), key=len)[0]
+    sentence = why_alone(group, experiments, count, baseline)
+    if more := len(alone) - 1:
+        sentence += f" {more} more group{'s are' if more > 1 else ' is'} not compared; see `hvdtrain results table`."
+    if baseline:
+        return sentence
+    folder, per_host = group.column("run_dir")[0], group.key["ranks_per_host"] or 1
+    hosts = [*frame.manifest(folder).hosts, "OTHER"][: 2 if count_of(group, count) == 1 and count == "hosts" else 1]
+    slots = per_host if count == "hosts" else 2 if count_of(group, count) == 1 else 1
+    places = ",".join(f"{host}:{slots:g}" for host in hosts)
+    command = shlex.join(["hvdtrain", "launch", "mpirun", "-H", places, *frame.program(folder)])
+    return f"{sentence} Such a run: `{command}`"
+
+
 def reading(curve: Sequence[Row], count: Count) -> str:
     """The conclusion from a curve in plain words."""
     one = count[:-1]
     timed = [row for row in curve if row.train_s is not None]
     if len(timed) < 2 or timed[0] is not curve[0]:
         return f"Only one number of {count} was timed, so scaling is unknown."
-    steps = [_change(before.group, after.group) for before, after in itertools.pairwise(timed)]
+    steps = [_change(before, after) for before, after in itertools.pairwise(timed)]
     last = timed[-1]
     grown = [row for row in timed[1:] if row.count > timed[0].count]
     if not grown:
         return f"The number of {count} is equal; the speed-up compares other settings."
-    against = {_change(timed[0].group, row.group) for row in grown}
+    against = {_change(timed[0], row) for row in grown}
+    single = any(row.train_s.n < 2 for row in timed if row.train_s)
     if set(steps) == {"slower"}:
         conclusion = f"Each added {one} makes training slower"
     elif set(steps) == {"faster"}:
         conclusion = f"Each added {one} makes training faster"
-    elif set(steps) == {"unclear"}:
-        conclusion = f"No added {one} makes a difference beyond the spread of the runs"
     elif against == {"slower"}:
         conclusion = f"Any number of {count} above {timed[0].count:g} makes training slower"
-    else:
-        best, fastest_s = timed[0], math.inf
-        for row in timed:
-            if row.train_s and row.train_s.mean < fastest_s:
-                best, fastest_s = row, row.train_s.mean
+    elif "faster" in against:
+        best = min(timed, key=lambda row: row.train_s.mean if row.train_s else math.inf)
         conclusion = f"Training is fastest with {many(best.count, count)}"
         turn = next((row for row, step in zip(timed[1:], steps, strict=True) if step == "slower"), None)
-        if turn and turn.count > best.count:
+        if close := [f"{row.count:g}" for row in timed if row is not best and _change(best, row) != "slower"]:
+            conclusion += f", but {' and '.join(close)} are not clearly slower"
+        elif turn and turn.count > best.count:
             conclusion += f"; from {many(turn.count, count)}, each added {one} makes it slower"
+    elif single:
+        conclusion = f"It is unclear whether an added {one} makes training faster"
+    else:
+        conclusion = f"No added {one} makes training faster beyond the spread of the runs"
     facts = [_times(row, timed[0], count) for row in grown]
     if (share := last.group.statistic("communication_share")) is not None:
         facts.append(f"with {many(last.count, count)}, waiting for the exchange is {100 * share.mean:.0f} % of a step")
-    single = any(len(row.group.values("train_s")) < 2 for row in timed)
-    doubt = " Some points are single runs, so their spread is unknown." if single else ""
+    doubt = f" {SINGLE}" if single else ""
     if doubted := [row for row in grown if row.suspect]:
         return f"{suspicion(doubted, count)} Measured: {'; '.join(facts)}.{doubt}"
     return f"{conclusion}: {'; '.join(facts)}.{doubt}"
@@ -189,20 +239,22 @@ def suspicion(doubted: Sequence[Row], count: Count) -> str:
     times = doubted[0].baseline.values("train_s")
     return (
         f"Suspect: an efficiency of {100 * efficiency:.0f} % with {many(n, count)} is more than sharing the work can "
-        f"explain (the limit is {100 * MOST_EFFICIENCY:.0f} %). Likely causes: a machine that was busy during the "
-        f"baseline (its runs took {min(times):.3g} to {max(times):.3g} s); more threads than cores, which spin while "
-        "they wait; hosts of unequal speed; with an equal global batch, a smaller batch per rank that fits the cache. "
-        "Repeat the baseline on a quiet machine."
+        f"explain (the limit is {100 * MOST_EFFICIENCY:.0f} %). Likely causes: a busy machine during the baseline (its "
+        f"runs took {min(times):.3g} to {max(times):.3g} s); more threads than cores, which spin while they wait; "
+        "hosts of unequal speed; a smaller batch per rank that fits the cache."
     )
 
 
-def _change(before: Group, after: Group) -> str:
-    """slower, faster, or unclear if the 95 % interval of the ratio of the times contains 1."""
-    change = ratio(after.statistic("train_s"), before.statistic("train_s"))
-    if change is None:
+def _change(before: Row, after: Row) -> str:
+    return faster_or_slower(ratio(before.train_s, after.train_s))
+
+
+def faster_or_slower(speedup: Interval | None) -> str:
+    """faster, slower, or unclear if the 95 % interval of the speed-up contains 1, or a single run has no interval."""
+    if speedup is None or speedup.span is None:
         return "unclear"
-    low, high = change.span or (change.mean, change.mean)  # single runs have no interval
-    return "slower" if low > 1 else "faster" if high < 1 else "unclear"
+    low, high = speedup.span
+    return "faster" if low > 1 else "slower" if high < 1 else "unclear"
 
 
 def _times(row: Row, base: Row, count: Count) -> str:
@@ -211,7 +263,9 @@ def _times(row: Row, base: Row, count: Count) -> str:
         return f"{many(row.count, count)}: not measured"
     per_added = f"{(here.mean - there.mean) / (row.count - base.count):+.3g} s per added {count[:-1]}"
     factor = row.speedup.mean
-    if _change(base.group, row.group) == "unclear":
+    if min(here.n, there.n) < 2:
+        return f"{many(row.count, count)} took {number(1 / factor)} x as long in single runs ({per_added})"
+    if _change(base, row) == "unclear":
         return f"{many(row.count, count)} take about as long ({per_added}, within the spread)"
     if factor >= 1:
         return f"{many(row.count, count)} are {number(factor)} x as fast ({per_added})"

@@ -12,7 +12,6 @@ from hvdtrain.results import groups, scores
 from hvdtrain.results.columns import label
 from hvdtrain.results.comparability import PER_HOST, classes, differing, why_no_single_host
 from hvdtrain.results.groups import Group
-from hvdtrain.results.read.folders import Problem
 from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.scaling import MOST_EFFICIENCY
 from hvdtrain.results.statistics import Interval, Statistic, ratio, summary
@@ -21,55 +20,44 @@ from hvdtrain.results.tables.columns import (
     FIGURES,
     SPREAD_NOTE,
     N,
-    common,
     key_cells,
-    key_column,
+    key_columns,
     left_out,
+    processors,
     score_columns,
     varying,
 )
 from hvdtrain.results.tables.model import Column, Table, number
-from hvdtrain.results.tables.scaling import rate_words
+from hvdtrain.results.tables.scaling import SINGLE, faster_or_slower, rate_words
 
 ALIKE = (*PER_HOST, "global_batch")
 """Must be equal within a section and in its single host"""
 TUNED = ("global_batch", "epochs")
 """May differ with --best, which uses the best of each side"""
 NOTES = (
-    "time to target: seconds of training (without evaluation and checkpoints) until the end of the first epoch whose "
-    "primary metric reaches the target, on the split evaluated after each epoch; interpolated: until a straight line "
-    "from the epoch before crosses it, because one sample can cost a whole epoch. Times, steps and bytes are means "
-    "over the runs that reached the target, so they flatter a strategy with failures",
-    "speed-up: T / T_n compared with one host of the same model, data, epochs, global batch, precision, cores and "
-    "threads, with its 95 % interval (Welch, on logarithms)",
-    "network to target: bytes of the busiest host's NIC (sent or received) over the whole run, including headers, "
-    "other traffic and evaluations, times the share of its steps until the target",
-    "exchange at full rate: time of the strategy's payload per step (rank 0's, without warm-up) at 0.936 of the rate; "
-    "network efficiency: that time / time of the exchange, which includes waiting for slower hosts. If the exchange "
-    "overlaps with computation, its time is at most a step, so the efficiency is a lower bound",
-    "waiting for exchange: share of a step of rank 0; final: score of the test split at the end of the run",
-    "fp32 all-reduce / compute: time of a full-precision all-reduce at 0.936 of the rate, compared with a step's "
-    "computation: how demanding the model, batch and rate are",
+    "time to target: seconds of training until the end of the first epoch whose primary metric reaches the target; "
+    "interpolated: until a straight line from the epoch before crosses it. Means are over the runs that reached the "
+    "target, so they flatter a strategy with failures",
+    "speed-up: T / T_n compared with one host of the same work, global batch and processor, with its 95 % interval "
+    "(Welch, on logarithms)",
+    "network to target: bytes of the busiest NIC until the target, including headers and other traffic",
+    "exchange at full rate: time of the strategy's payload per step at 0.936 of the rate; network efficiency: that / "
+    "time of the exchange (a lower bound if it overlaps with computation)",
+    "waiting for exchange: share of a step of rank 0; final: test score at the end of the run",
+    "fp32 all-reduce / compute: time of a full-precision all-reduce at 0.936 of the rate / a step's computation",
 )
 BEST_NOTE = (
-    "--best: each line uses the batch, learning rate and other settings with the shortest interpolated time to target "
-    "(if possible, settings whose seeds all reached it), and so does the single host; speed-up compares interpolated "
-    "times"
+    "--best: each line, also the single host, uses the settings with the shortest interpolated time to target (if "
+    "possible, settings whose seeds all reached it); speed-up compares interpolated times"
 )
-FIGURE_COLUMNS = (
-    Column("train_to_target_s", "time to target", "s"),
-    Column("speedup", "speed-up"),
-    Column("interpolated_s", "time to target, interpolated", "s", spread=False),
-    Column("steps_to_target", "steps to target", spread=False),
-    Column("bytes_to_target", "network to target", "MB", 1e-6, spread=False),
-    Column("strategy_limit_s_per_step", "exchange at full rate", "ms", 1e3, spread=False),
-    Column("network_efficiency", "network efficiency", "%", 100, spread=False),
+DETAILS = (
+    Column("interpolated_s", "time to target, interpolated", "s"),
+    Column("bytes_to_target", "network to target", "MB", 1e-6),
     FIGURES["communication_share"],
-    Column("allreduce_ratio", "fp32 all-reduce / compute", "x", spread=False),
-)
-SPARE = (
-    *("allreduce_ratio", "strategy_limit_s_per_step", "network_efficiency", "steps_to_target", "n"),
-    *("communication_share", "bytes_to_target", "interpolated_s"),
+    Column("steps_to_target", "steps to target"),
+    Column("network_efficiency", "network efficiency", "%", 100),
+    Column("strategy_limit_s_per_step", "exchange at full rate", "ms", 1e3),
+    Column("allreduce_ratio", "fp32 all-reduce / compute", "x"),
 )
 Measured = dict[int, dict[str, Any]]
 """id of a group -> its cells"""
@@ -84,8 +72,9 @@ def table(loaded: Loaded, target: float = 0.95, best: bool = False) -> Table:
     same = tuple(name for name in ALIKE if not best or name not in TUNED)
     final, percent = score_columns(loaded.runs), scores.target(loaded.runs, target)
     experiments = [group for group in groups.by(groups.usable(loaded.runs)) if group.key["hosts"]]
-    measured = {id(group): _measure(group, target, final, loaded.problems) for group in experiments}
-    shown = [name for name in varying(experiments) if name not in ("strategy", "rate_mbit", "launcher")]
+    measured = {id(group): _measure(loaded, group, target, final) for group in experiments}
+    settings = key_columns(experiments, varying(experiments), skip=("strategy", "rate_mbit", "launcher"))
+    several = [group for group in experiments if group.key["hosts"] != 1]
     experiments = _fastest(experiments, measured, same) if best else experiments
     single = [group for group in experiments if group.key["hosts"] == 1]
     rows: list[dict[str, Any]] = []
@@ -94,7 +83,7 @@ def table(loaded: Loaded, target: float = 0.95, best: bool = False) -> Table:
         bases = [group for group in single if not members or any(not differing(group, each, same) for each in members)]
         names = _names([*bases, *members])
         cells = [
-            key_cells(group, shown)
+            key_cells(group, [one.key for one in settings])
             | {"rate": title, "strategy": names[id(group)], "speedup": _speedup(group, single, measured, same, best)}
             | {name: group.key[name] for name in ("hosts", "rate_mbit")}
             | measured[id(group)]
@@ -102,17 +91,26 @@ def table(loaded: Loaded, target: float = 0.95, best: bool = False) -> Table:
         ]
         ordered = sorted(cells[len(bases) :], key=lambda row: (time_to_target(row), row["strategy"]))
         rows += [*cells[: len(bases)], *ordered]
-        readings[title] = reading(ordered, percent)
+        alike = (group for group in several if members and not differing(members[0], group, same))
+        tried = sum(group.key["rate_mbit"] == members[0].key["rate_mbit"] for group in alike)
+        readings[title] = reading(ordered, percent, tried)
         if members and single and not bases:
-            readings[title] += f" {why_no_single_host(members[0], single, same)}"
-    columns = [Column("strategy", "strategy"), *(key_column(name) for name in shown), N]
-    columns += [Column("reached", f"reached {percent}"), *FIGURE_COLUMNS]
-    columns += [dataclasses.replace(one, label=one.label.replace("test", "final", 1)) for one in final]
+            why = why_no_single_host(members[0], single, same)
+            readings[title] += "" if any(why in text for text in readings.values()) else f" {why}"
+    columns = [
+        Column("strategy", "strategy", prose=True),
+        N,
+        Column("reached", f"reached {percent}"),
+        Column("train_to_target_s", "time to target", "s", of=Statistic),
+        Column("speedup", "speed-up", of=Interval),
+        *(dataclasses.replace(one, label=one.label.replace("test", "final", 1)) for one in final),
+        *(dataclasses.replace(one, role="detail", spread=False, of=Statistic) for one in DETAILS),
+        *settings,
+    ]
     notes = [SPREAD_NOTE, *([BEST_NOTE] if best else []), *NOTES]
-    notes += [*common(experiments, [*shown, "strategy", "rate_mbit", "launcher"]), *left_out(loaded.runs)]
-    spare = (*SPARE, *(one.key for one in final))
+    notes += [*processors(experiments), *left_out(loaded.runs)]
     title = f"Strategies: time to {percent}{', each at its best' if best else ''}"
-    return Table("strategies", title, columns, rows, notes, "rate", readings, spare)
+    return Table("strategies", title, columns, rows, notes, "rate", readings)
 
 
 def _fastest(experiments: Sequence[Group], measured: Measured, same: Sequence[str]) -> list[Group]:
@@ -144,17 +142,20 @@ def _sections(several: Sequence[Group], same: Sequence[str]) -> list[tuple[str, 
     return sections
 
 
-def reading(ordered: Sequence[dict[str, Any]], target: str) -> str:
-    """The conclusion from the rows of one rate, whose first is the fastest."""
+def reading(ordered: Sequence[dict[str, Any]], target: str, tried: int) -> str:
+    """The conclusion from the rows of one rate, whose first is the fastest of so many settings."""
     if not ordered or ordered[0]["train_to_target_s"] is None:
         return f"No run over several hosts reached {target}."
-    best = ordered[0]
-    words = f"Fastest: {best['strategy']}, {number(best['train_to_target_s'].mean)} s"
+    best, time = ordered[0], ordered[0]["train_to_target_s"]
+    words = f"Fastest: {best['strategy']}, {number(time.mean)} s"
+    if tried > 1:
+        words += f" (of {tried} settings, chosen by the same runs, which flatters it)"
     if best["speedup"] is not None:
-        words += f", {number(best['speedup'].mean)} x as fast as one host"
+        clear = faster_or_slower(best["speedup"])
+        words += f", {number(best['speedup'].mean)} x as fast as one host" + " (unclear)" * (clear == "unclear")
         if best["speedup"].mean > MOST_EFFICIENCY * best["hosts"]:
             words += f" (suspect: more than {best['hosts']:g} hosts can explain; see `hvdtrain results scaling`)"
-    return f"{words}."
+    return f"{words}. {SINGLE}" if time.n < 2 else f"{words}."
 
 
 def time_to_target(row: dict[str, Any]) -> float:
@@ -194,22 +195,21 @@ def _speedup(
     return ratio(measured[id(bases[0])][time], measured[id(group)][time])
 
 
-def _measure(group: Group, target: float, final: Sequence[Column], problems: list[Problem]) -> dict[str, Any]:
+def _measure(loaded: Loaded, group: Group, target: float, final: Sequence[Column]) -> dict[str, Any]:
     """The group's cells. Energy runs have no times."""
     times, interpolated, steps, sent = [], [], [], []
     several, count = (group.key["hosts"] or 1) > 1, 0
-    columns = ("run_dir", "primary_metric", "kind", "network_bytes_per_step")
-    for run_dir, score, kind, network_bytes in zip(*(group.column(name) for name in columns), strict=True):
-        there = reached(run_dir, score, target, problems)
+    for run in group.runs.to_dict("records"):
+        there = reached(loaded, run, target)
         if there is None:
             continue
         count += 1
         steps.append(float(there.steps))
-        if kind == "timing":
+        if run["kind"] == "timing":
             times.append(there.train_s)
             interpolated.append(there.interpolated_s)
-        if several and not groups.is_missing(network_bytes):
-            sent.append(network_bytes * there.steps)
+        if several and not groups.is_missing(run["network_bytes_per_step"]):
+            sent.append(run["network_bytes_per_step"] * there.steps)
     pairs = zip(*(group.column(name, timing=True) for name in ("limit_s_per_step", "compute_s")), strict=True)
     own = ("strategy_limit_s_per_step", "network_efficiency", "communication_share", *(one.key for one in final))
     figures: dict[str, Statistic | None] = {

@@ -38,6 +38,7 @@ examples:
 
 IMAGES = """Prepare a folder of images, one folder per class, for training.
 
+If the source contains the folders train, val (valid, validation) or test, which contain the classes, they are the parts.
 Images are decoded, turned upright and resized once, and stored in memory-mapped arrays. To resume an interrupted
 preparation, run the same command again.
 

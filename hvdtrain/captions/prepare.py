@@ -83,6 +83,7 @@ def _plan(config: CaptionsConfig) -> tuple[Source, Tree]:
         lots=lots[order],
         bad=source.problems,
         digest=digest,
+        ignored=source.ignored,
     )
     return source, tree
 

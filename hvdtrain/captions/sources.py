@@ -53,6 +53,8 @@ class Source:
     non_ascii_captions: int = 0
     unassigned_images: int = 0
     """Number of usable images that the source assigns to no part; they are skipped."""
+    ignored: list[str] = field(default_factory=list)
+    """Hidden and system files."""
     digest: str = ""
     """SHA-256 of the text files, and of the images' names, sizes and modification times."""
 
@@ -91,7 +93,7 @@ class _Reader:
         self.refused: dict[str, str] = {}  # image -> reason to skip it without opening it
 
     def read(self) -> Source:
-        for path, status, reason in walk(self.root, self.root):
+        for path, status, reason in walk(self.root, self.root, self.source.ignored):
             self.files.setdefault(Path(path).name, []).append(path)
             if path.lower().endswith(SUFFIXES):
                 self.digest.update(os.fsencode(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0"))

@@ -38,7 +38,8 @@ examples:
 
 IMAGES = """Prepare a folder of images, one folder per class, for training.
 
-Images are decoded, turned upright and resized once, and stored in memory-mapped arrays. To resume an interrupted
+If the source contains the folders train, val (valid, validation) and test, with the classes in them, they are the
+parts. Images are decoded, turned upright and resized once, and stored in memory-mapped arrays. To resume an interrupted
 preparation, run the same command again.
 
 examples:
@@ -49,7 +50,8 @@ examples:
 
 CAPTIONS = """Prepare images with captions, such as Flickr8k, for training a captioning model.
 
-The source may contain Flickr8k.token.txt with its three lists, a captions.txt table, or COCO's or Karpathy's JSON.
+The source may contain Flickr8k.token.txt with its three lists, Flickr30k's results.csv, a captions.txt or captions.csv
+table, or COCO's or Karpathy's JSON.
 Errors name the file and the line. To resume an interrupted preparation, run the same command again.
 
 examples:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from conftest import LIMIT_S, ROOT, environment, fails
 from PIL import Image
@@ -65,6 +66,23 @@ def table(root: Path, captions: Told) -> Path:
     return root
 
 
+def kaggle(root: Path, captions: Told) -> Path:
+    """Flickr30k's table, in which a sentence may have quotation marks and a comma."""
+    write_images(root / "flickr30k_images", list(captions))
+    rows = [f"{name}| {n}| {text}\n" for name, texts in captions.items() for n, text in enumerate(texts)]
+    (root / "results.csv").write_text("".join(["image_name| comment_number| comment\n", *rows]))
+    return root
+
+
+def columns(root: Path, captions: Told) -> Path:
+    """A table with other columns, as pandas writes it."""
+    table(root, captions)
+    (root / "captions.txt").unlink()
+    rows = [(name, n, text) for name, texts in captions.items() for n, text in enumerate(texts)]
+    pd.DataFrame(rows, columns=["filename", "number", "caption"]).to_csv(root / "captions.csv")
+    return root
+
+
 def coco(root: Path, captions: Told) -> Path:
     write_images(root / "train2017", list(captions))
     images = [{"id": 100 + n, "file_name": name, "license": 1} for n, name in enumerate(captions)]
@@ -100,7 +118,7 @@ def references(dataset: CaptionDataset) -> dict[str, tuple[str, ...]]:
 # Good inputs.
 
 
-@pytest.mark.parametrize("make", [flickr, table, coco, karpathy])
+@pytest.mark.parametrize("make", [flickr, table, kaggle, columns, coco, karpathy])
 def test_every_format_gives_the_same_captions(tmp_path: Path, make: Callable[[Path, Told], Path]) -> None:
     captions = told()
     make(tmp_path / "in", captions)
@@ -160,12 +178,18 @@ def test_the_official_lists_decide(tmp_path: Path) -> None:
     assert made["bad_samples"] == [] and made["source"]["crlf_lines"] == 9
 
 
-def test_karpathys_split_decides(tmp_path: Path) -> None:
-    karpathy(tmp_path / "in", told(), lambda n: ("train", "restval", "val", "test", "train", "unheard")[n % 6])
+@pytest.mark.parametrize("as_table", [False, True])
+def test_karpathys_split_decides(tmp_path: Path, as_table: bool) -> None:
+    parts = ("train", "restval", "val", "test", "train", "unheard")
+    source = karpathy(tmp_path / "in", told(), lambda n: parts[n % 6])
+    if as_table:
+        (source / "dataset_flickr8k.json").unlink()
+        rows = [f"{name};{parts[n % 6]};{texts[0]}\n" for n, (name, texts) in enumerate(told().items())]
+        (source / "captions.csv").write_text("".join(["image;split;caption\n", *rows]))
     made = prepare(config(tmp_path))
     dataset = open_captions(tmp_path / "out")
-    parts = (dataset.train, dataset.validation, dataset.test)
-    kinds = [{int(Path(name).stem[1:]) % 6 for name in part.names} for part in parts]
+    found = (dataset.train, dataset.validation, dataset.test)
+    kinds = [{int(Path(name).stem[1:]) % 6 for name in part.names} for part in found]
     assert kinds == [{0, 1, 4}, {2}, {3}] and made["source"]["images_in_no_part"] == 2
 
 
@@ -316,8 +340,8 @@ def test_a_folder_without_captions_is_an_error_with_the_known_formats(tmp_path: 
 def test_an_unusable_source_is_an_error(tmp_path: Path) -> None:
     source = table(tmp_path / "in", told())
     text = (source / "captions.txt").read_text()
-    (source / "captions.txt").write_text(text.replace("image,caption", "image|caption"))
-    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "captions.txt:1: the header is 'image|caption'")
+    (source / "captions.txt").write_text(text.replace("image,caption", "photo,caption"))
+    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "captions.txt:1: the header is 'photo,caption'")
     (source / "captions.txt").write_text("image,caption\nnone.jpg,a dog\n")
     fails(lambda: prepare(config(tmp_path, on_bad_sample="skip")), BAD_DATA, "captions.txt:2: there is no image")
     (source / "captions.txt").write_text("image,caption\np01.jpg,a dog\n")

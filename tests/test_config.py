@@ -95,16 +95,11 @@ def test_an_error_names_the_file_or_variable_of_an_invalid_value(
     assert str(error.value).startswith(source) and problem in str(error.value)
 
 
-def test_flags_cannot_be_abbreviated_and_variables_of_switches_are_true_or_false(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_flags_cannot_be_abbreviated() -> None:
     """Launchers look for --resume in a command line."""
     for word, flag in (("--run-d", "--run-dir"), ("--resum", "--resume")):
         with failing(2, f"{word} x, did you mean {flag}?"):
             resume.parse(ResNetConfig, "resnet", "", [word, "x"])
-    monkeypatch.setenv("HVDTRAIN_JSON", "1")
-    with failing(2, "HVDTRAIN_JSON=1: '1' is neither true nor false"):
-        resume.parse(ResNetConfig, "resnet", "", [])
 
 
 def test_only_misspelled_variables_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,14 +125,18 @@ def test_flags_precede_the_file_the_file_variables_and_variables_defaults(
     assert (config.epochs, config.seed, config.batch_size, config.momentum) == (4, 6, 3, 0.9)
 
 
-@pytest.mark.parametrize(("value", "resumes"), [("1", True), ("false", False)])
-def test_the_variable_of_resume_may_be_a_switch(
-    value: str, resumes: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(("value", "on"), [("1", True), ("False", False), ("0", False)])
+def test_variables_of_switches_are_true_or_false_or_1_or_0(
+    value: str, on: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("HVDTRAIN_RESUME", value)
+    for name in ("RESUME", "JSON"):
+        monkeypatch.setenv(f"HVDTRAIN_{name}", value)
     monkeypatch.setattr(sys, "argv", ["resnet", "--run-dir", str(tmp_path)])
     config = resume.parse(ResNetConfig, "resnet", "")
-    assert (config.resume, config.run_dir) == (resumes, str(tmp_path))
+    assert (config.resume, config.json, config.run_dir) == (on, on, str(tmp_path))
+    monkeypatch.setenv("HVDTRAIN_JSON", "folder")
+    with failing(2, "HVDTRAIN_JSON=folder: 'folder' is neither true nor false"):
+        resume.parse(ResNetConfig, "resnet", "", [])
 
 
 def test_the_launch_environment_depends_on_the_launcher() -> None:

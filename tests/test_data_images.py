@@ -21,6 +21,7 @@ import pytest
 from conftest import LIMIT_S, fails, until
 from PIL import Image
 
+from hvdtrain.data.image_files import list_files
 from hvdtrain.data.images import ImagesConfig, prepare
 from hvdtrain.data.pixels import pixels
 from hvdtrain.data.prepared import open_images
@@ -207,6 +208,42 @@ def test_bad_samples_are_capped(tmp_path: Path) -> None:
     skip = {"on_bad_sample": "skip"}
     fails(lambda: prepare(config(tmp_path, **skip, max_bad_samples=3)), BAD_DATA, "4 bad samples", "class0/bad")
     assert len(prepare(config(tmp_path, **skip, max_bad_samples=4))["bad_samples"]) == 4
+
+
+def test_folders_of_parts_are_the_split(tmp_path: Path) -> None:
+    """Whatever --split says; also a class without validation images, and a bad sample."""
+    for part, classes in (("Train", 3), ("valid", 2), ("test", 3)):
+        tree(tmp_path / "in" / part, classes)
+    (tmp_path / "in" / "test" / "class1" / "bad.png").touch()
+    made = prepare(config(tmp_path, on_bad_sample="skip"))
+    assert (made["classes"], made["split"]) == (["class0", "class1", "class2"], "the source's")
+    assert made["counts"] == {"train": [5, 5, 5], "validation": [5, 5, 0], "test": [5, 5, 5]}
+    prepare(config(tmp_path, source=str(tmp_path / "in" / "Train"), destination=str(tmp_path / "train"), split="1/0/0"))
+    mixed, train = (np.load(tmp_path / name / "samples.npy")[:15] for name in ("out", "train"))
+    assert sorted(row.tobytes() for row in mixed) == sorted(row.tobytes() for row in train)
+    (tmp_path / "in" / "valid" / "class3").mkdir()
+    photo().save(tmp_path / "in" / "valid" / "class3" / "0.png")
+    again = config(tmp_path, destination=str(tmp_path / "again"))
+    fails(lambda: prepare(again), BAD_DATA, "'class3' is not among the training images")
+    (tmp_path / "in" / "val").mkdir()
+    photo().save(tmp_path / "in" / "val" / "0.png")
+    fails(lambda: prepare(again), BAD_DATA, "val contains no folders of classes")
+
+
+def test_files_of_the_system_are_ignored_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tree(tmp_path / "in")
+    for name in ("__MACOSX/class0/._0.png", ".DS_Store", "class0/Thumbs.db", "class1/._0.png", "class2/desktop.ini"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes(b"junk")
+    made = prepare(config(tmp_path))
+    assert (len(made["classes"]), made["samples"], made["bad_samples"]) == (3, 15, [])
+    assert "ignored 5 hidden or system files" in capsys.readouterr().err
+    problems: list[dict[str, str]] = []
+    found = list_files([source / "class1"], problems)
+    assert [path.name for path in found] == [f"{number}.png" for number in range(5)] and not problems
+    assert capsys.readouterr().err.splitlines() == [
+        f"hvdtrain: ignored 1 hidden or system file: {source}/class1/._0.png"
+    ]
 
 
 def test_unsuitable_trees_are_errors(tmp_path: Path) -> None:

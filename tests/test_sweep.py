@@ -363,29 +363,40 @@ def test_remaining_time_is_the_sum_of_runs_and_cooldown() -> None:
 
 
 def test_an_experiment_is_judged_by_the_links_of_its_own_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links are measured once for all runs at a rate, and once more if one (here from c) is off."""
-    off_percent = {"a -> b": 1.0, "b -> c": -2.0, "c -> d": -25.0, "d -> a": -0.5}
-    links = [
-        {"link": name, "off_percent": off, "ok": off > -5, "goodput_mbit": 9 + off / 10, "expected_mbit": 9.36}
-        for name, off in off_percent.items()
+    """Links are measured once for all runs at a rate, and once more if one (from c) is off."""
+    measured = [
+        {
+            "host": host,
+            "links": [
+                {
+                    "link": f"here -> {peer}",
+                    "off_percent": off,
+                    "ok": off > -5,
+                    "goodput_mbit": 9 + off / 10,
+                    "expected_mbit": 9.36,
+                }
+            ],
+        }
+        for host, peer, off in [("a", "b", 1.0), ("b", "c", -2.0), ("c", "there", -25.0), ("there", "a", -0.5)]
     ]
-    (tmp_path / "measured").write_text(json.dumps({"links": links}))
+    (tmp_path / "measured").write_text(json.dumps({"hosts": measured}))
     (tmp_path / "hosts").touch()
     measure = ["sh", "-c", 'echo "$1" >>hosts; cat measured', "sh"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "verify", lambda hosts, *_: [[*measure, " ".join(hosts)]])
     for name in ("up", "down", "throttle"):
         monkeypatch.setattr(command, name, lambda *_: ["true"])
-    net = network.Network(read(tmp_path, CLUSTER + "[[grid]]\n"), "s", Children({"PATH": os.environ["PATH"]}))
+    cluster = CLUSTER.replace('"d"', '"there"')
+    net = network.Network(read(tmp_path, cluster + "[[grid]]\n"), "s", Children({"PATH": os.environ["PATH"]}))
     two, four = (experiment(hosts=hosts, rate="10mbit", on="cluster") for hosts in (2, 4))
     assert net.prepare(two, most_hosts=4) == network.LinkCheck(-2.0, None), "c does not send to a or b"
     check = net.prepare(four, most_hosts=4)
-    assert (check.off_percent, check.marked) == (-25.0, "c -> d at 10mbit: 6.5 Mbit/s instead of 9.36 (-25.0 %)")
-    assert (tmp_path / "hosts").read_text() == "a b c d\n" * 2
+    assert (check.off_percent, check.marked) == (-25.0, "c -> there at 10mbit: 6.5 Mbit/s instead of 9.36 (-25.0 %)")
+    assert (tmp_path / "hosts").read_text() == "a b c there\n" * 2
     unlimited = experiment(hosts=4, rate="unlimited", on="cluster")
     assert net.prepare(unlimited, most_hosts=4) == network.LinkCheck()
     net.prepare(two, most_hosts=2)
-    assert (tmp_path / "hosts").read_text().endswith("a b c d\na b\na b\n"), "the rate was changed in between"
+    assert (tmp_path / "hosts").read_text().endswith("a b c there\na b\na b\n"), "the rate was changed in between"
     assert net.close() == []
 
 

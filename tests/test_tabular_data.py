@@ -30,6 +30,21 @@ FORMS = {
     "tabs, decimal commas": (ROWS.replace(",", "\t").replace(".", ","), "\t", ",", None),
     "spaces, decimal commas": (ROWS.replace(",", " ").replace(".", ","), " ", ",", None),
     "commas and spaces": (ROWS.replace(",", ", "), ",", ".", None),
+    "pandas' index": (",x,y,class\n0,1.5,2,a\n1,2.5,3,b\n2,3.5,4,a\n", ",", ".", ("x", "y", "class")),
+    "pandas' index, read and written again": (
+        ",Unnamed: 0,0,1,2\nm,0,1.5,2,a\nn,1,2.5,3,b\no,2,3.5,4,a\n",
+        ",",
+        ".",
+        ("0", "1", "2"),
+    ),
+    "Excel": (
+        "sep=;\r\nResults of June;;\r\n\r\nx;y;class;\r\n1,5;2;a;\r\n2,5;3;b\r\n3,5;4;a;;\r\n;;;\r\n",
+        ";",
+        ",",
+        ("x", "y", "class"),
+    ),
+    "Excel for Mac": ("x;y;class\r1,5;2;a\r2,5;3;b\r3,5;4;a\r", ";", ",", ("x", "y", "class")),
+    "empty columns, no header": ("1.5|2|a||\n2.5|3|b||\n3.5|4|a||\n", "|", ".", None),
     "byte order mark": ("\ufeff" + ROWS, ",", ".", None),
     "CRLF, no end of the last line, empty lines": (ROWS.strip().replace("\n", "\r\n\r\n"), ",", ".", None),
     "quotes": (
@@ -52,14 +67,46 @@ def test_the_format_of_a_file_is_detected(name: str, tmp_path: Path) -> None:
     assert block.features.tolist() == [[1.5, 2], [2.5, 3], [3.5, 4]]
     assert block.classes == ["a", "b", "a"]
     lines = text.lstrip("\ufeff").splitlines()
-    assert all(re.match(r'[+"]*[123]5?[.,]?5', lines[line - 1]) for line in block.lines)
+    assert [re.findall(r"[123][.,]5", lines[line - 1]) != [] for line in block.lines] == [True] * 3
     assert ("comma" in str(form).partition(", ")[2]) == (decimal == ",")
+    assert ("left out" in str(form)) == ("index" in name or name == "Excel")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_header"),
+    [
+        ("0,1,2,label\n1.5,2,3,a\n2.5,3,4,b\n", True),
+        ("0,1,2\n1.5,2,0\n2.5,3,1\n", True),  # an array with its class
+        ("0,1,2,3\n1.5,2,3,3\n2.5,3,4,1\n", True),  # the class 3 occurs, but no row would be so regular
+        ("0,1,area,label\n2,3,4,b\n2,3,5,a\n", True),
+        ("400,402.5,kind\n1,2,0\n3,4,1\n", True),
+        ("400,402.5,Label\n1,2,a\n3,4,b\n", True),
+        ("5.1,3.5,setosa\n5.2,3.4,virginica\n", False),
+        ("5.1,3.5,label\n5.2,3.4,label\n", False),
+        ("0,1,1\n0,0,0\n1,0,1\n1,1,0\n", False),
+        ("0,1,b\n0,0,a\n1,0,b\n", False),
+        ("0,1,a\n", False),
+        (",3.5,a\n1,2,b\n", False),  # a missing value, not an index
+        (",,a\n1,2,b\n", False),
+    ],
+)
+def test_a_first_line_with_numbers_is_a_header_only_if_it_cannot_be_a_row(
+    text: str, is_header: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(text)
+    form = csv_rows.detect(path)
+    assert (form.first == 2) == is_header == (form.names is not None)
+    assert form.skipped == 0
 
 
 MANY = "1,2,a\n" * 400_000  # more than a block
 BAD = {
     "ragged": ("1,2,a\n1,2,3,b\n", "2: 4 fields, but the first line has 3"),
     "ragged, in a later block": (MANY + "1,b\n", "400001: 2 fields"),
+    "text in the first row": ("1,high,b\n2,3,a\n2,3,b\n", "1:2: high is not a number"),
+    "after an index": (",x,class\n0,1,a\n1,,b\n", "3:2: the value is missing"),
+    "a strange separator": ("sep=^\na^b\n", "1: the separator '^' is unknown"),
     "missing": ("1,2,a\n1,,b\n", "2:2: the value is missing; hint: fill it in, or train with --missing mean or drop"),
     "the class is missing": ("1,2,a\n1,2,\n", "2:3: the class is missing"),
     "text": ("1,2,a\n1,2,b\n1,high,b\n", "3:2: high is not a number"),

@@ -49,7 +49,7 @@ class CaptionsConfig(ImageOptions):
     """Options of `hvdtrain data captions`."""
 
     source: str
-    """Folder with images and captions: the original Flickr8k, a captions.txt table, or COCO's JSON."""
+    """Folder with images and captions: the original Flickr8k or Flickr30k, a captions.txt table, or COCO's JSON."""
     size: str = "224x224"
     """Width x height of the prepared images in pixels."""
     split: str = "6000/1000/1000"
@@ -83,6 +83,7 @@ def _plan(config: CaptionsConfig) -> tuple[Source, Tree]:
         lots=lots[order],
         bad=source.problems,
         digest=digest,
+        ignored=source.ignored,
     )
     return source, tree
 

@@ -1,8 +1,12 @@
 """Read captions and images in three formats; the first format that is found is used.
 
-  1. `Flickr8k.token.txt`: lines `name.jpg#0<TAB>sentence`. The official split is optional: all of
-     `Flickr_8k.trainImages.txt`, `Flickr_8k.devImages.txt` and `Flickr_8k.testImages.txt`, with one image per line.
-  2. `captions.txt`: a CSV table with the header `image,caption`; sentences with commas are in double quotes.
+  1. `Flickr8k.token.txt`, or Flickr30k's `results_20130124.token`: lines `name.jpg#0<TAB>sentence`. Flickr8k's official
+     split is optional: all of `Flickr_8k.trainImages.txt`, `Flickr_8k.devImages.txt` and `Flickr_8k.testImages.txt`,
+     with one image per line.
+  2. `captions.txt`, `captions.csv` or Flickr30k's `results.csv`: a table with a header, separated by commas,
+     semicolons, tabs or bars. The columns `image` (or `image_name`, `file_name`, `filename`) and `caption` (or
+     `comment`, `sentence`) are read, and `split` with Karpathy's names; others are left out. In a table with commas,
+     sentences with commas are in double quotes.
   3. One JSON file (`captions*.json`, `dataset*.json`, or the only one), either
      COCO's `{"images": [{"id", "file_name"}], "annotations": [{"image_id", "caption"}]}`, or
      Karpathy's `{"images": [{"filename", "split", "sentences": [{"raw"}]}]}`, whose `restval` is training data.
@@ -30,7 +34,14 @@ from hvdtrain.data.tree import walk
 from hvdtrain.system import files
 from hvdtrain.system.exits import BAD_DATA, IO_ERROR, NO_PERMISSION, Failure
 
-TOKENS, TABLE = "Flickr8k.token.txt", "captions.txt"
+TOKENS = ("Flickr8k.token.txt", "results_20130124.token")
+TABLES = ("captions.txt", "captions.csv", "results.csv")
+COLUMNS = {
+    **dict.fromkeys(("image", "image_name", "file_name", "filename"), "image"),
+    **dict.fromkeys(("caption", "comment", "sentence"), "caption"),
+    "split": "split",
+}
+"""Name in the header of a table -> meaning of the column"""
 LISTS = ("Flickr_8k.trainImages.txt", "Flickr_8k.devImages.txt", "Flickr_8k.testImages.txt")  # order of PARTS
 KARPATHY = {"train": 0, "restval": 0, "val": 1, "test": 2}
 SOURCE_BYTES = 1024 * files.MIB  # forty times the size of COCO's captions
@@ -53,6 +64,8 @@ class Source:
     non_ascii_captions: int = 0
     unassigned_images: int = 0
     """Number of usable images that the source assigns to no part; they are skipped."""
+    ignored: list[str] = field(default_factory=list)
+    """Hidden and system files."""
     digest: str = ""
     """SHA-256 of the text files, and of the images' names, sizes and modification times."""
 
@@ -91,7 +104,7 @@ class _Reader:
         self.refused: dict[str, str] = {}  # image -> reason to skip it without opening it
 
     def read(self) -> Source:
-        for path, status, reason in walk(self.root, self.root):
+        for path, status, reason in walk(self.root, self.root, self.source.ignored):
             self.files.setdefault(Path(path).name, []).append(path)
             if path.lower().endswith(SUFFIXES):
                 self.digest.update(os.fsencode(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0"))
@@ -103,7 +116,7 @@ class _Reader:
             place, reason = next(iter(source.problems.items()), (source.file, "no captions in it"))
             message = f"no image below {self.root} has a usable caption"
             raise Failure(f"{self.root / place}: {reason}; {message}", BAD_DATA)
-        source.parts = self._official() if Path(source.file).name == TOKENS else (cut or None)
+        source.parts = self._official() if Path(source.file).name == TOKENS[0] else (cut or None)
         if source.parts is not None:
             cut = {image: part for image, part in source.parts.items() if part >= 0}
             source.unassigned_images = len(source.captions.keys() - cut.keys())
@@ -160,16 +173,16 @@ class _Reader:
 
     def _lines(self) -> Iterator[Line]:
         """The captions, in any of the formats."""
-        for name, read in ((TOKENS, self._tokens), (TABLE, self._table)):
+        for name in (*TOKENS, *TABLES):
             if self._one(self.files.get(name, [])):
                 self.source.file = self.files[name][0]
-                return read()
+                return self._tokens() if name in TOKENS else self._table()
         documents = {name: paths for name, paths in self.files.items() if name.endswith(".json")}
         likely = {name: paths for name, paths in documents.items() if name.startswith(("captions", "dataset"))}
         path = self._one([path for paths in (likely or documents).values() for path in paths])
         if not path:
             message = f"{self.root} contains no captions"
-            hint = f"give a folder with {TOKENS}, {TABLE} (header image,caption) or COCO's JSON"
+            hint = f"give a folder with {TOKENS[0]}, {' or '.join(TABLES)} (header image,caption), or COCO's JSON"
             raise Failure(f"{message}; hint: {hint}", BAD_DATA)
         self.source.file = path
         return self._document()
@@ -208,21 +221,26 @@ class _Reader:
     def _table(self) -> Iterator[Line]:
         lines = self._text(self.source.file)
         _, header = next(lines, ("", ""))
-        if [word.strip() for word in header.split(",")] != ["image", "caption"]:
+        separator = max("|;\t,", key=header.count)
+        meanings = [COLUMNS.get(word.strip(' "').lower(), "") for word in header.split(separator)]
+        if meanings.count("image") != 1 or meanings.count("caption") != 1:
             where = f"{self.root / self.source.file}:1"
             raise Failure(f"{where}: the header is {header[:60]!r}, but must be 'image,caption'", BAD_DATA)
+        # Flickr30k's sentences between bars have quotation marks that are not those of CSV.
+        quoting: Any = csv.QUOTE_NONE if separator == "|" else csv.QUOTE_MINIMAL
         for where, line in lines:
             # Parsed line by line, so that an extra quote spoils only one caption.
             try:
-                fields = next(csv.reader([line], strict=True))
+                fields = next(csv.reader([line], delimiter=separator, quoting=quoting, strict=True))
             except csv.Error as error:
                 self.source.problems[where] = f"unbalanced quotes ({error})"
                 continue
-            if len(fields) == 2 and fields[0]:
-                yield Line(where=where, image=fields[0], text=fields[1])
+            found = {meaning: field.strip() for meaning, field in zip(meanings, fields, strict=False)}
+            if len(fields) == len(meanings) and found["image"]:
+                yield Line(where=where, image=found["image"], text=found["caption"], part=found.get("split"))
             else:
                 hint = "put a sentence with commas in double quotes"
-                self.source.problems[where] = f"{len(fields)} fields instead of image and caption; hint: {hint}"
+                self.source.problems[where] = f"{len(fields)} fields instead of {len(meanings)}; hint: {hint}"
 
     def _document(self) -> Iterator[Line]:
         file = self.source.file

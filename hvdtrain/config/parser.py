@@ -177,14 +177,13 @@ def converter(field: dataclasses.Field[Any], hint: Any) -> Callable[[str], Any]:
     def convert(text: str) -> Any:
         if text == "null" and type(None) in get_args(hint):
             return None
-        if hint == bool | str:
-            return SWITCH.get(text.lower(), text)
-        if hint is bool:
-            if text.lower() not in ("true", "false"):
+        if bool in (hint, *get_args(hint)):
+            value: Any = SWITCH.get(text.lower(), text)
+            if type(value) is str and str not in get_args(hint):
                 raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-            return text.lower() == "true"
+            return value
         if get_origin(hint) is Literal:
-            value: Any = text
+            value = text
         else:
             kind = next((each for each in (get_args(hint) or (hint,)) if each in (int, float)), str)
             try:

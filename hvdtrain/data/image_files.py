@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.data.pixels import pixels, reason
+from hvdtrain.data.tree import report_ignored, visible
 from hvdtrain.system.exits import printable
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".webp")
@@ -23,18 +24,21 @@ Problems = list[dict[str, str]]
 def list_files(paths: Sequence[Path], problems: Problems) -> list[Path]:
     """The image files at these paths; a folder is replaced by the images in it, ordered by name."""
     files: list[Path] = []
+    ignored: list[str] = []
     for path in paths:
         if not path.is_dir():
             files.append(path)
             continue
         try:
-            inside = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES and file.is_file())
+            entries = visible(path, ignored)
         except OSError as error:
             problems.append({"image": str(path), "problem": error.strerror or str(error)})
             continue
+        inside = [Path(e.path) for e in entries if e.name.lower().endswith(SUFFIXES) and e.is_file()]
         if not inside:
             problems.append({"image": str(path), "problem": f"no images in this folder ({', '.join(SUFFIXES)})"})
         files += inside
+    report_ignored(ignored)
     return files
 
 

@@ -1,8 +1,11 @@
 """Convert folders of images to memory-mapped arrays: `hvdtrain data images SRC DST --size 197x148 --gray`.
 
-**Input**: one folder per class, with images anywhere below it. **Output**: DST with `samples.npy` (N, height, width,
-channels), `labels.npy` (N,) int64 and `index.json`. Rows are in the order train | validation | test, with the classes
-of a part mixed. A file's position depends on the seed and its own name, so other files in the tree hardly move it.
+**Input**: one folder per class, with images anywhere below it; or such folders in `train`, `val` (`valid`,
+`validation`) and `test`, which are then the parts, without regard to --split.
+
+**Output**: DST with `samples.npy` (N, height, width, channels), `labels.npy` (N,) int64 and `index.json`. Rows are in
+the order train | validation | test, with the classes of a part mixed. A file's position depends on the seed and its own
+name, so other files in the tree hardly move it.
 
 **Conversion** of an image to a row:
   1. Decode the first frame and rotate it by its EXIF orientation.
@@ -11,7 +14,8 @@ of a part mixed. A file's position depends on the seed and its own name, so othe
   3. Resize to --size with Pillow's bilinear filter (antialiased when shrinking), whatever the aspect ratio.
   4. Normalize: v / 255 in 0..1, rounded to float16 or float32. `--dtype uint8` stores 0..255, divided in batches.
 
-**Bad samples** are unusable files, and links that leave the tree.
+**Bad samples** are unusable files, and links that leave the tree. Hidden files and those of macOS and Windows
+(`__MACOSX`, `Thumbs.db`) are ignored and counted.
 
 **Interruptions** are safe at any time. The work is done in `.DST.unfinished`, which becomes DST when everything is on
 disk. After a kill, the same command continues and produces the same bytes as an uninterrupted run. Workers write rows
@@ -44,10 +48,10 @@ from numpy.typing import NDArray
 from hvdtrain import __version__
 from hvdtrain.config.constraints import bounded, counts, problem
 from hvdtrain.config.parser import flag
-from hvdtrain.data import MAX_PIXELS, stratify
+from hvdtrain.data import MAX_PIXELS
 from hvdtrain.data.pixels import Bad, Chunk, convert, npy_header, workers
 from hvdtrain.data.prepared import FILES, INDEX_BYTES, PARTS, SCHEMA, whole_numbers
-from hvdtrain.data.tree import Tree, find
+from hvdtrain.data.tree import Tree, find, report_ignored
 from hvdtrain.observe.progress import Progress
 from hvdtrain.system import files
 from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, IO_ERROR, RESUMABLE, Failure
@@ -122,7 +126,7 @@ class ImagesConfig(ImageOptions):
     source: str
     """Folder with one folder of images per class."""
     split: str = "85/2/13"
-    """Shares of train/validation/test, of each class."""
+    """Shares of train/validation/test, of each class, for a source without folders of these parts."""
     gray: bool = False
     """Keep luma only (ITU-R 601-2): one channel instead of three."""
     dtype: Literal["uint8", "float16", "float32"] = "float16"
@@ -156,7 +160,7 @@ def prepare(config: ImagesConfig) -> dict[str, Any]:
     tree = find(Path(config.source), config.seed, config.shares)
 
     def describe() -> dict[str, Any]:
-        _, table = stratify(tree.labels, tree.lots, len(tree.classes), config.shares)
+        _, table = tree.split(np.arange(len(tree.files)), config.shares)
         return _describe(config, tree, table, {})
 
     made = make(config, tree, describe, functools.partial(_finish, config, tree))
@@ -184,6 +188,7 @@ def make(
     Failure like `prepare`.
     """
     began_s, destination = time.monotonic(), Path(config.destination).absolute()
+    report_ignored(tree.ignored)
     check_bad_samples(config, tree, {})
     if config.dry_run:
         return {**describe(), "destination": str(destination), "dry_run": True}
@@ -343,7 +348,7 @@ def _finish(config: ImagesConfig, tree: Tree, result: Path, bad: Bad) -> dict[st
     empty = set(range(len(tree.classes))) - set(tree.labels[good].tolist())
     if empty:
         raise Failure(f"{tree.root / tree.classes[min(empty)]} contains no usable image; hint: remove it", BAD_DATA)
-    order, table = stratify(tree.labels[good], tree.lots[good], len(tree.classes), config.shares)
+    order, table = tree.split(good, config.shares)
     drop_bad_rows(result / "samples.npy", config, good[order])
     np.save(result / "labels.npy", tree.labels[good][order])
     return seal(result, {"schema": SCHEMA, **_describe(config, tree, table, bad)}, {name: name for name in FILES})
@@ -384,7 +389,7 @@ def _describe(config: ImagesConfig, tree: Tree, table: NDArray[np.int64], bad: B
         "classes": tree.classes,
         "samples": int(table.sum()),
         "counts": {part: table[:, i].tolist() for i, part in enumerate(PARTS)},
-        "split": {"shares": config.split, "seed": config.seed},
+        "split": "the source's" if tree.parts is not None else {"shares": config.split, "seed": config.seed},
         "width": width,
         "height": height,
         "channels": channels,

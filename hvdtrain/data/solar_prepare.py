@@ -38,6 +38,7 @@ from hvdtrain.data import SHIPPED
 from hvdtrain.data.images import check_destination, making, seal
 from hvdtrain.data.pixels import npy_header
 from hvdtrain.data.solar import SCHEMA, flag
+from hvdtrain.data.tree import report_ignored, visible
 from hvdtrain.observe.progress import Progress
 from hvdtrain.system import files
 from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, Failure
@@ -113,11 +114,13 @@ def prepare(config: SolarConfig) -> dict[str, Any]:
 
 def _listed(source: Path) -> list[Path]:
     """The files, ordered by name."""
+    ignored: list[str] = []
     try:
-        inside = sorted(source.iterdir()) if source.is_dir() else [source]
+        inside = [Path(entry.path) for entry in visible(source, ignored)] if source.is_dir() else [source]
     except OSError as error:
         raise files.refused(source, error, BAD_DATA, "give a file, or a folder of files") from error
-    if paths := [path for path in inside if path.is_file() and not path.name.startswith(".")]:
+    report_ignored(ignored)
+    if paths := [path for path in inside if path.is_file()]:
         return paths
     raise Failure(f"{source} contains no files; hint: give a file, or a folder of files", BAD_DATA)
 

@@ -39,6 +39,8 @@ MOST_CLASSES = 256
 COLUMNS_FILE = "columns.json"
 """Name of the file in the run folder that holds `Columns`"""
 SCHEMA = "hvdtrain.table/1"
+PARSER = 2
+"""Version of the rules of `csv_rows`; tables that were cached by other rules are parsed again"""
 INDEX_BYTES = 16 * files.MIB
 BLOCK_BYTES = 1 << 20
 
@@ -236,7 +238,7 @@ def _cached(path: Path, missing: Missing) -> tuple[NDArray[np.float64], Parsed]:
     The first process on this host parses the file, and again after the file has changed. Other processes wait.
     """
     home = cache_folder("tables")
-    identity = [os.uname().nodename, os.path.realpath(path), missing]  # hosts may share the cache but not the file
+    identity = [os.uname().nodename, os.path.realpath(path), missing, PARSER]  # hosts may share the cache, not the file
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
     with caching(home), files.locked(home / f"{key}.lock"):
         status = path.stat()

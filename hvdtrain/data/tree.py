@@ -1,11 +1,16 @@
-"""List the images in a source folder, in the order in which they become rows."""
+"""List the images in a source folder, in the order in which they become rows.
+
+Folders are classes. If all of them are named train, val (valid, validation) or test, they are the parts, and the
+folders in them are the classes.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -14,7 +19,12 @@ from numpy.typing import NDArray
 
 from hvdtrain.data import stratify
 from hvdtrain.data.prepared import CONTROL
-from hvdtrain.system.exits import BAD_DATA, IO_ERROR, NO_PERMISSION, Failure
+from hvdtrain.system.exits import BAD_DATA, IO_ERROR, NO_PERMISSION, Failure, printable
+
+SPLIT_FOLDERS = {"train": 0, "val": 1, "valid": 1, "validation": 1, "test": 2}
+"""Name of a part's folder -> number of the part, as in PARTS"""
+SYSTEM_FILES = {"__macosx", "thumbs.db", "ehthumbs.db", "desktop.ini"}
+"""Names that macOS and Windows give to files of their own, besides hidden ones such as .DS_Store and ._photo.jpg"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +42,19 @@ class Tree:
     """Files rejected without opening them -> reason."""
     digest: str
     """SHA-256 of names, sizes and modification times."""
+    parts: NDArray[np.int64] | None = None
+    """Part of each file; None if the source has no folders of parts."""
+    ignored: list[str] = field(default_factory=list)
+    """Hidden and system files."""
+
+    def split(self, rows: NDArray[np.int64], shares: Sequence[Fraction]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The order of some rows and the number of samples of each class and part: see `stratify`."""
+        labels, lots = self.labels[rows], self.lots[rows]
+        if self.parts is None:
+            return stratify(labels, lots, len(self.classes), shares)
+        table = np.zeros((len(self.classes), len(shares)), np.int64)
+        np.add.at(table, (labels, self.parts[rows]), 1)
+        return np.lexsort((lots, self.parts[rows])), table
 
 
 def find(root: Path, seed: int, shares: Sequence[Fraction]) -> Tree:
@@ -41,56 +64,103 @@ def find(root: Path, seed: int, shares: Sequence[Fraction]) -> Tree:
         raise Failure(f"{root} is not a folder; hint: {hint}", BAD_DATA)
     files: list[str] = []
     labels: list[int] = []
+    parts: list[int] = []
+    ignored: list[str] = []
+    bad: dict[str, str] = {}
     digest = hashlib.sha256()
     try:
-        classes, bad = _classes(root)
-        for label, name in enumerate(classes):
-            for file, status, reason in walk(root, root / name):
+        places, in_parts = _class_folders(root, bad, ignored)
+        classes = sorted({folder.name for folder, _ in places})
+        for folder, part in places:
+            before = len(files)
+            for file, status, reason in walk(root, folder, ignored):
                 if reason:
                     bad[file] = reason
                     continue
                 digest.update(os.fsencode(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0"))
                 files.append(file)
-                labels.append(label)
-            if label not in labels[-1:]:
-                raise Failure(f"{root / name} contains no images; hint: remove the folder or fill it", BAD_DATA)
+            if len(files) == before:
+                raise Failure(f"{folder} contains no images; hint: remove the folder or fill it", BAD_DATA)
+            labels += [classes.index(folder.name)] * (len(files) - before)
+            parts += [part] * (len(files) - before)
     except OSError as error:
         code = NO_PERMISSION if isinstance(error, PermissionError) else IO_ERROR
         raise Failure(f"{error.filename}: {error.strerror}; hint: make every folder readable", code) from None
     if len(classes) < 2:
         raise Failure(f"{root} contains {len(classes)} class folder(s), but a classifier needs two or more", BAD_DATA)
-    lots = np.array([draw_lot(seed, file) for file in files], np.uint64)
-    order, _ = stratify(np.array(labels, np.int64), lots, len(classes), shares)
-    return Tree(
+    for name in {*classes} - {folder.name for folder, part in places if part == 0}:
+        message = f"{root}: the class {name!r} is not among the training images"
+        raise Failure(f"{message}; hint: add images of it there, or remove it from the other folders", BAD_DATA)
+    tree = Tree(
         root=root,
         classes=classes,
-        files=[files[i] for i in order],
-        labels=np.array(labels, np.int64)[order],
-        lots=lots[order],
+        files=files,
+        labels=np.array(labels, np.int64),
+        lots=np.array([draw_lot(seed, file) for file in files], np.uint64),
         bad=bad,
         digest=digest.hexdigest(),
+        parts=np.array(parts, np.int64) if in_parts else None,
+        ignored=ignored,
+    )
+    order, _ = tree.split(np.arange(len(files)), shares)
+    return replace(
+        tree,
+        files=[files[row] for row in order],
+        labels=tree.labels[order],
+        lots=tree.lots[order],
+        parts=tree.parts if tree.parts is None else tree.parts[order],
     )
 
 
-def _classes(root: Path) -> tuple[list[str], dict[str, str]]:
-    """Names of the class folders. Links to folders are bad samples, since they could lead anywhere."""
-    with os.scandir(root) as entries:
-        folders = sorted((e for e in entries if e.is_dir() and not e.name.startswith(".")), key=lambda e: e.name)
+def _class_folders(root: Path, bad: dict[str, str], ignored: list[str]) -> tuple[list[tuple[Path, int]], bool]:
+    """The folders of classes, each with the number of its part; and whether the source has folders of parts."""
+    names = _folders(root, root, bad, ignored)
+    if len(names) < 2 or not all(name.lower() in SPLIT_FOLDERS for name in names):
+        return [(root / name, 0) for name in names], False
+    places = []
+    for part in names:
+        if not (classes := _folders(root, root / part, bad, ignored)):
+            message = f"{root / part} contains no folders of classes"
+            raise Failure(f"{message}; hint: put the images of each class into a folder there", BAD_DATA)
+        places += [(root / part / name, SPLIT_FOLDERS[part.lower()]) for name in classes]
+    return places, True
+
+
+def _folders(root: Path, folder: Path, bad: dict[str, str], ignored: list[str]) -> list[str]:
+    """Names of the folders in a folder. Links to folders are bad samples, since they could lead anywhere."""
+    folders = [entry for entry in visible(folder, ignored) if entry.is_dir()]
     if wrong := next((e.name for e in folders if CONTROL.search(e.name)), None):
-        raise Failure(f"{root}: the folder {wrong!r} has a control character in its name; hint: rename it", BAD_DATA)
-    links = {e.name: "a link to a folder" for e in folders if e.is_symlink()}
-    return [e.name for e in folders if not e.is_symlink()], links
+        raise Failure(f"{folder}: the folder {wrong!r} has a control character in its name; hint: rename it", BAD_DATA)
+    bad |= {os.path.relpath(e.path, root): "a link to a folder" for e in folders if e.is_symlink()}
+    return [e.name for e in folders if not e.is_symlink()]
 
 
-def walk(root: Path, folder: Path) -> Iterator[tuple[str, os.stat_result, str]]:
-    """(path relative to root, status, reason to reject it or '') of everything below `folder`, ordered by name."""
+def visible(folder: Path, ignored: list[str]) -> list[os.DirEntry[str]]:
+    """The entries of a folder, ordered by name. Adds hidden and system files to `ignored`."""
+    with os.scandir(folder) as entries:
+        ordered = sorted(entries, key=lambda entry: entry.name)
+    hidden = {entry.name for entry in ordered if entry.name.startswith(".") or entry.name.lower() in SYSTEM_FILES}
+    ignored += [entry.path for entry in ordered if entry.name in hidden]
+    return [entry for entry in ordered if entry.name not in hidden]
+
+
+def report_ignored(ignored: Sequence[str]) -> None:
+    """Prints one line on stderr if there are ignored files."""
+    if ignored:
+        about = f"{len(ignored)} hidden or system file{'s' if len(ignored) > 1 else ''}"
+        print(
+            f"hvdtrain: ignored {about}: {printable(ignored[0])}{' ...' if len(ignored) > 1 else ''}", file=sys.stderr
+        )
+
+
+def walk(root: Path, folder: Path, ignored: list[str]) -> Iterator[tuple[str, os.stat_result, str]]:
+    """(path relative to root, status, reason to reject it or '') of everything below `folder`, ordered by name, without
+    what `visible` ignores."""
     inside = Path(os.path.realpath(root))
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if entry.name.startswith("."):
-            continue
+    for entry in visible(folder, ignored):
         path, status, reason = Path(entry.path), entry.stat(follow_symlinks=False), ""
         if entry.is_dir(follow_symlinks=False):
-            yield from walk(root, path)
+            yield from walk(root, path, ignored)
             continue
         if entry.is_symlink():
             if not Path(os.path.realpath(path)).is_relative_to(inside):

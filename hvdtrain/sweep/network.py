@@ -120,7 +120,8 @@ class Network:
                     self._measure_error = f"rate not verified: {error_message(err) or f'exit code {code}'}"
                     return
                 for host, link in links:
-                    self._measurements[link["link"].replace("here", host) if host else link["link"]] = link
+                    ends = [host if host and end == "here" else end for end in link["link"].split(" -> ")]
+                    self._measurements[" -> ".join(ends)] = link
             if all(link["ok"] for link in self._measurements.values()):
                 return
 

@@ -274,9 +274,9 @@ def predict_stages(profile: Profile, hosts: Sequence[Host], global_batch: int) -
     """
     layers = [Layer(name=str(i), arrays=(), output=(n,), multiply_adds=m) for i, (n, m) in enumerate(profile.layers)]
     micro_batches = max(1, min(MICRO_BATCHES, global_batch // 2))
-    if not 1 < len(hosts) <= len(layers):
-        return None
     work = [layer.multiply_adds for layer in layers]
+    if not 1 < len(hosts) <= len(layers) or not sum(work):
+        return None
     cut = partition.balanced(layers, len(hosts), work, 0.0)
     samples = global_batch / micro_batches
     stages = []

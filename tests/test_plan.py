@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
+import shlex
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,15 @@ import numpy as np
 import pytest
 from conftest import fails, trainings
 from runs import make, read_run
+from thread_ranks import at_once, meetings, reach
 
 from hvdtrain import cli, strategies
 from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.world import RankGroup
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.models.resnet import ResNetSpec, parameters
-from hvdtrain.plan import choice, coding, learning, prediction, profile
+from hvdtrain.plan import choice, coding, command, learning, prediction, profile
 from hvdtrain.plan.network import Link, Uplink, measured
 from hvdtrain.plan.prediction import Host
 from hvdtrain.plan.profile import Point, Profile
@@ -78,10 +83,8 @@ def nodes(count: int, link: Link = SLOW, **changes: Any) -> list[Node]:
 def test_a_ring_after_backward_takes_the_closed_form(count: int) -> None:
     sent, hops = 2 * (count - 1) / count * 4e5, 2 * (count - 1)
     message = Message(ready=1.0, sent=sent, received=sent, hops=hops, coding_s=0.02)
-    timeline = simulate(nodes(count), Traffic(messages=(message,)))
     waited = 0.02 + sent * 8 / (0.936 * 10e6) + hops * SLOW.latency_s
-    assert timeline.step_s == pytest.approx(0.11 + waited)
-    assert timeline.waiting_s == pytest.approx(waited)
+    assert simulate(nodes(count), Traffic(messages=(message,))) == pytest.approx(0.11 + waited)
 
 
 def test_one_direction_carries_more_than_both() -> None:
@@ -98,7 +101,7 @@ def test_switches_share_their_uplink() -> None:
     ring = dataclasses.replace(pairs, peers=1)
 
     def waited_s(message: Message, uplink: Uplink | None) -> float:
-        return simulate(nodes(count, uplink=uplink), Traffic(messages=(message,))).waiting_s
+        return simulate(nodes(count, uplink=uplink), Traffic(messages=(message,))) - 0.11
 
     flat_s = waited_s(pairs, None)
     assert waited_s(pairs, Uplink(hosts=each, rate=each * rate)) == pytest.approx(flat_s), "no oversubscription"
@@ -112,54 +115,56 @@ def test_switches_share_their_uplink() -> None:
 def test_gradients_that_are_ready_early_are_sent_during_backward() -> None:
     half = Message(ready=0.5, sent=5e4, received=5e4, hops=0)
     alone_s = SLOW.seconds(5e4, 5e4)
-    timeline = simulate(nodes(2), Traffic(messages=(half, dataclasses.replace(half, ready=1.0))))
     assert 0.5 * alone_s < 0.05, "the first half is sent during backward"
-    assert timeline.step_s == pytest.approx(0.11 + max(alone_s, 2 * alone_s - 0.05))
+    assert simulate(nodes(2), Traffic(messages=(half, dataclasses.replace(half, ready=1.0)))) == pytest.approx(
+        0.11 + max(alone_s, 2 * alone_s - 0.05)
+    )
 
 
 def test_local_steps_divide_and_hide_the_exchange() -> None:
     message = Message(ready=1.0, sent=2e5, received=2e5, hops=0)
     whole_s = SLOW.seconds(2e5, 2e5)  # 0.17 s
     local = Traffic(messages=(message,), every=4, after_update=True)
-    assert simulate(nodes(2), local).step_s == pytest.approx(0.11 + whole_s / 4)
+    assert simulate(nodes(2), local) == pytest.approx(0.11 + whole_s / 4)
     stale = dataclasses.replace(local, staleness=2)
-    assert simulate(nodes(2), stale).step_s == pytest.approx(0.11)
+    assert simulate(nodes(2), stale) == pytest.approx(0.11)
 
 
 def test_coding_shares_the_processor_with_the_computation() -> None:
     message = Message(ready=0.5, sent=0, received=0, hops=0, coding_s=0.02)
     traffic = Traffic(messages=(message,))
-    assert simulate(nodes(2, cores=2.0), traffic).step_s == pytest.approx(0.11)
-    assert simulate(nodes(2, cores=1.0), traffic).step_s == pytest.approx(0.13), "one core does both"
+    assert simulate(nodes(2, cores=2.0), traffic) == pytest.approx(0.11)
+    assert simulate(nodes(2, cores=1.0), traffic) == pytest.approx(0.13), "one core does both"
     half = nodes(2, cores=0.5, backward_s=0.2, update_s=0.02)
-    assert simulate(half, traffic).step_s == pytest.approx(0.26), "20 ms of a core take 40 ms of half a core"
+    assert simulate(half, traffic) == pytest.approx(0.26), "20 ms of a core take 40 ms of half a core"
 
 
 def test_the_slowest_host_decides_and_hosts_alone_do_not_wait() -> None:
     message = Message(ready=1.0, sent=1e5, received=1e5, hops=0)
     traffic = Traffic(messages=(message,))
-    slow_s = simulate(nodes(3), traffic).step_s
+    slow_s = simulate(nodes(3), traffic)
     mixed = [*nodes(2, FAST), *nodes(1, SLOW)]
-    assert simulate(mixed, traffic).step_s == pytest.approx(slow_s)
+    assert simulate(mixed, traffic) == pytest.approx(slow_s)
     slower = [*nodes(2), *nodes(1, backward_s=0.3)]
-    assert simulate(slower, traffic).step_s == pytest.approx(slow_s + 0.2)
-    assert simulate(nodes(1), traffic).step_s == pytest.approx(0.11)
+    assert simulate(slower, traffic) == pytest.approx(slow_s + 0.2)
+    assert simulate(nodes(1), traffic) == pytest.approx(0.11)
 
 
 def test_a_central_host_gathers_and_answers() -> None:
     sent = 3e5
     gather = Message(ready=1.0, sent=0, received=sent, hops=1, central=True)
     answer = Message(ready=1.0, sent=sent, received=0, hops=1, central=True)
-    timeline = simulate(nodes(4), Traffic(messages=(gather, answer)))
-    assert timeline.step_s == pytest.approx(0.11 + 2 * (sent * 8 / 9.564e6 + SLOW.latency_s), rel=1e-3)
+    assert simulate(nodes(4), Traffic(messages=(gather, answer))) == pytest.approx(
+        0.11 + 2 * (sent * 8 / 9.564e6 + SLOW.latency_s), rel=1e-3
+    )
 
 
 def test_a_thousand_unequal_hosts_are_simulated() -> None:
     message = Message(ready=1.0, sent=1e5, received=1e5, hops=9)
     many = [dataclasses.replace(node, link=Link.of_rate(1e8 + 1e4 * i)) for i, node in enumerate(nodes(1000))]
     slowest = dataclasses.replace(many[0], name="c", link=SLOW)
-    expected = simulate([many[0], slowest], Traffic(messages=(message,))).step_s
-    assert simulate([*many, slowest], Traffic(messages=(message,))).step_s == pytest.approx(expected)
+    expected = simulate([many[0], slowest], Traffic(messages=(message,)))
+    assert simulate([*many, slowest], Traffic(messages=(message,))) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("count", "parts"), [(2, 4), (4, 4), (3, 8)])
@@ -364,12 +369,14 @@ def test_a_plan_profiles_once_and_says_what_limits(
 
 
 def test_a_plan_from_a_run_reproduces_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = make(tmp_path / "run", hosts=2, rate_mbit=10.0, strategy="powersgd:rank=4", data_s=0.0)
+    cpu = f"{profile.machine()['processor']}, 96 cores"
+    folder = make(tmp_path / "run", hosts=2, rate_mbit=10.0, strategy="powersgd:rank=4", data_s=0.0, cpu=cpu)
     step = read_run(folder)["step"][-1]
     found = plan(capsys, "--from", str(folder))
     (network,) = found["networks"]
     own = next(each for each in network["hosts"][0]["predictions"] if each["strategy"] == "powersgd:rank=4")
     assert own["step_s"] == pytest.approx(step.compute_s + step.communication_s, rel=1e-6)
+    assert not any("another processor" in note for note in found["notes"]), "a number of cores is not a processor"
     other = plan(capsys, "--from", str(folder), "--hosts", "4", "--rates", "1gbit")
     assert other["networks"][0]["hosts"][0]["hosts"] == 4
 
@@ -384,8 +391,16 @@ def test_a_plan_from_a_run_reproduces_its_step(tmp_path: Path, capsys: pytest.Ca
         ("resnet --hosts 4..2", 2, "1..16"),
         ("resnet --rates 0mbit", 2, "8kbit"),
         ("resnet --rates 10mbps", 2, "counts bytes"),
-        ("resnet --ranks-per-host 0", 2, "above 0"),
+        ("resnet --ranks-per-host 0", 2, "1 to 1,024"),
         ("resnet --latency -1", 2, "--latency"),
+        ("resnet --latency inf", 2, "0 to 60,000"),
+        ("resnet --cores 1e-300", 2, "--cores"),
+        ("resnet --cores nan", 2, "--cores"),
+        ("resnet --global-batch-size -1", 2, "--global-batch-size"),
+        ("resnet --rates ''", 2, "not a rate"),
+        ("resnet --hosts ''", 2, "--hosts"),
+        ("resnet --slow ''", 2, "not a rate"),
+        ("resnet -H ''", 2, "a:2,b:2"),
         ("resnet --switch 4", 2, "--uplink"),
         ("resnet --switch 4 --uplink 0mbit", 2, "8kbit"),
         ("resnet --slow 10mbps", 2, "counts bytes"),
@@ -400,7 +415,7 @@ def test_a_plan_from_a_run_reproduces_its_step(tmp_path: Path, capsys: pytest.Ca
     ],
 )
 def test_mistakes_are_one_line(line: str, code: int, words: str) -> None:
-    fails(lambda: cli.command(["plan", *line.split()]), code, words)
+    fails(lambda: cli.command(["plan", *shlex.split(line)]), code, words)
 
 
 class Noisy:
@@ -450,6 +465,76 @@ def test_a_larger_batch_needs_more_epochs() -> None:
 
     slowest, fastest = speedups(1e12)
     assert speedups(32.0) == (pytest.approx(slowest / 2.5), pytest.approx(fastest))
+
+
+def edited(document: dict[str, Any], keys: str, value: Any) -> dict[str, Any]:
+    """Return the document with another value at `a/0/b`."""
+    copy = json.loads(json.dumps(document))
+    at = copy
+    *outer, last = [int(key) if key.isdigit() else key for key in keys.split("/")]
+    for key in outer:
+        at = at[key]
+    at[last] = value
+    return copy
+
+
+def test_profiles_and_runs_with_impossible_values_are_one_line(tmp_path: Path) -> None:
+    path, document = tmp_path / "profile.json", profile.as_json(made())
+    path.write_text(json.dumps(document))
+    assert profile.read(path) == made()
+    for keys, value in {
+        "points/0/backward_s": -2.5,
+        "points/1/update_s": 1e308,
+        "points/2/batch": 8,
+        "points/0/variation": math.nan,
+        "machine/cores": math.nan,
+        "threads": 0,
+        "shapes": [],
+        "shapes/0": [-3],
+        "ready/0": 7.0,
+        "coding_s/int8": math.inf,
+        "points": [],
+    }.items():
+        path.write_text(json.dumps(edited(document, keys, value)))
+        fails(lambda: profile.read(path), 65, "profile.json", "hint: remove it")
+    run = make(tmp_path / "run", hosts=2, rate_mbit=10.0, strategy="powersgd:rank=4", data_s=0.0)
+    manifest = run / "manifest.json"
+    document = json.loads(manifest.read_text())
+    for keys, value in {
+        "ranks/0/cores": math.nan,
+        "ranks/1/threads": "two",
+        "ranks": [],
+        "plan/global_batch": -64,
+        "config/strategy": 5,
+        "config/batch_size": -1,
+        "links/0/goodput_mbit": "fast",
+        "shapes": [[10**12, 10**12]],
+    }.items():
+        manifest.write_text(json.dumps(edited(document, keys, value)))
+        fails(lambda: cli.command(["plan", "--from", str(run)]), 65, "cannot be planned from")
+
+
+def test_long_ranges_of_hosts_are_thinned() -> None:
+    assert command.counts_of("1..16,24") == [*range(1, 17), 24]
+    many = command.counts_of("1..1000")
+    assert many[0] == 1 and many[-1] == 1000 and len(many) < 60
+    assert all(after - before <= max(1, before / 8) for before, after in itertools.pairwise(many))
+
+
+def test_hosts_of_one_name_are_several_hosts() -> None:
+    """As cloned machines are. They share this test's host name and have their own addresses."""
+    room, places = meetings(2), [reach(rank) for rank in range(2)]
+    name = socket.gethostname()
+    links = [{"host": name, "address": each.address, "goodput_to": name, "goodput_mbit": 9.0} for each in places]
+
+    def chosen(rank: int) -> choice.Chosen:
+        ranks = RankGroup(room[rank], None, places[rank]).connect("torch", backend="tcp")
+        found = choice.choose(made(), ranks, [parse("hierarchical"), parse("powersgd:rank=4")], 64, None, links)
+        ranks.shutdown()
+        return found
+
+    one, other = at_once([functools.partial(chosen, rank) for rank in range(2)])
+    assert one == other and one.strategy == "powersgd:rank=4" and "of all hosts" in one.reason
 
 
 def test_a_strategy_that_cannot_run_is_not_predicted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -355,6 +355,34 @@ def test_bytes_and_waiting_times_of_a_step_exclude_evaluations_and_earlier_steps
     assert usual_s < late_s
 
 
+def test_a_blocked_send_is_waiting() -> None:
+    class Wide:
+        """The first stage sends 8 MiB for each sample, more than connections buffer. The last one answers briefly."""
+
+        def forward(self, number: int, batch: Batch, inputs: Any) -> np.ndarray | None:
+            return np.ones((1, 1 << 21), np.float32) if inputs is None else None
+
+        def back(self, number: int, gradient: Any) -> np.ndarray | None:
+            return np.ones((1, 1), np.float32) if gradient is None else None
+
+        def totals(self) -> np.ndarray:
+            return np.zeros(1, np.float32)
+
+    x = np.ones((10, 1), np.float32)
+    parts = tuple(Batch(arrays=(x[i : i + 1],), weight=1, total_weight=10) for i in range(len(x)))
+    batch = Batch(arrays=(x,), weight=10, total_weight=10, parts=parts)
+    ends = enumerate(channels(2))
+    pipes = [Pipe(n, 2, before=a, after=b, inputs=(1,), outputs=(1,), order="gpipe") for n, (a, b) in ends]
+
+    def run(stage: int) -> None:
+        time.sleep(0.6 * stage)
+        pipes[stage].train(Wide(), batch, stop=False)  # type: ignore[arg-type]
+
+    at_once([functools.partial(run, stage) for stage in range(2)])
+    at_once([pipe.shut_down for pipe in pipes])
+    assert pipes[0].waited_s > 0.5
+
+
 def test_layers_are_timed_per_sample() -> None:
     class Slow:
         def forward(self, number: int, batch: Batch, inputs: Any) -> np.ndarray:

@@ -58,12 +58,18 @@ def code(text: str) -> str:
 def flags(one: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
     """(usage, help) of each argument."""
     for action in one._actions:
-        if isinstance(action, argparse._HelpAction | argparse._SubParsersAction) or "--help" in action.option_strings:
+        if isinstance(action, argparse._SubParsersAction) or "--help" in action.option_strings:
+            continue
+        if action.help == argparse.SUPPRESS:
             continue
         choices = "/".join(map(str, action.choices or ()))
-        value = str(action.metavar or choices or action.dest.upper())
+        value = action.metavar or choices or action.dest.upper()
+        value = value if isinstance(value, str) else " ".join(value)
         names = ", ".join(action.option_strings)
-        yield code(f"{names} {'' if action.nargs == 0 else value}".strip()), flat(action.help or "")
+        yield (
+            code(f"{names} {'' if action.nargs == 0 else value}".strip()),
+            flat(one._get_formatter()._expand_help(action) if action.help else ""),
+        )
 
 
 def options(cls: type, skip: Iterable[str] = ()) -> Iterator[tuple[str, str, str]]:
@@ -136,9 +142,11 @@ def all_strategies() -> Iterator[str]:
     yield from ("[Choose a strategy](../guides/choose-a-strategy.md).", "")
     for title, base in (("Reducers", Reducer), ("Algorithms", Strategy)):
         yield from (f"## {title}", "")
-        for name in registry.names(base):
-            cls = registry.lookup(name)
-            yield from (f"### {name}", "", first_paragraph(sys.modules[cls.__module__].__doc__), "")
+        classes = {name: registry.lookup(name) for name in registry.names(base)}
+        modules = [cls.__module__ for cls in classes.values()]
+        for name, cls in classes.items():
+            alone = modules.count(cls.__module__) == 1
+            yield from (f"### {name}", "", first_paragraph((sys.modules[cls.__module__] if alone else cls).__doc__), "")
             hints, docs = get_type_hints(cls.Settings), constraints.field_docs(cls.Settings)
             yield from table(
                 "setting | value | default | meaning",

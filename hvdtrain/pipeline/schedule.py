@@ -15,8 +15,8 @@ together, without waiting for it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from hvdtrain.data import Batch
 from hvdtrain.strategies.reducers import quantize
 from hvdtrain.strategies.reducers.bfloat16 import from_bf16, to_bf16
 
+T = TypeVar("T")
 Order = Literal["1f1b", "eager", "gpipe"]
 Coding = Literal["fp32", "bf16", "int8"]
 NUMBER_BYTES: dict[Coding, float] = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / quantize.LENGTH}
@@ -178,25 +179,30 @@ class Pipe:
 
     def _send(self, channel: Channel | None, array: np.ndarray | None) -> None:
         if channel is not None and array is not None:
-            channel.send(packed(array, self._coding))
+            self._waits(channel.send, packed(array, self._coding))
 
     def _receive(self, channel: Channel | None, batch: Batch, shape: tuple[int, ...]) -> np.ndarray | None:
         if channel is None:
             return None
-        began = time.perf_counter()
-        message = channel.receive()
-        self.waited_s += time.perf_counter() - began
+        message = self._waits(channel.receive)
         return unpacked(message, (len(batch.arrays[0]), -1, *shape[1:]), self._coding)
 
     def _message(self, channel: Channel | None, own: np.ndarray) -> np.ndarray:
         """Return a neighbour's message about the step; without a neighbour, this rank's own."""
-        return own if channel is None else channel.receive().view(np.float32)
+        return own if channel is None else self._waits(channel.receive).view(np.float32)
 
     def _forwarded(self, channel: Channel | None, message: np.ndarray) -> np.ndarray:
         """Send a message to a neighbour, if there is one, and return it."""
         if channel is not None:
-            channel.send(message)
+            self._waits(channel.send, message)
         return message
+
+    def _waits(self, transfer: Callable[..., T], *arguments: Any) -> T:
+        """Call a method of a channel, which may block, and count its time as waiting."""
+        began = time.perf_counter()
+        result = transfer(*arguments)
+        self.waited_s += time.perf_counter() - began
+        return result
 
 
 def packed(array: np.ndarray, coding: Coding) -> np.ndarray:

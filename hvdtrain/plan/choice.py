@@ -66,7 +66,7 @@ def choose(
     point = profile.points[0]
     facts = ranks.gather(
         {
-            "host": ranks.host,
+            "host": [ranks.host, ranks.group.endpoint.address],  # hosts may share a name
             "backward_s": point.backward_s,
             "update_s": point.update_s,
             "averaging_s": profile.averaging_s,
@@ -90,14 +90,16 @@ def _chosen(
     global_batch: int,
     current: str | None,
 ) -> Chosen:
-    by_host: dict[str, list[Mapping[str, Any]]] = {}
+    by_host: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for each in facts:
-        by_host.setdefault(each["host"], []).append(each)
-    goodputs = measured(links)
+        by_host.setdefault(tuple(each["host"]), []).append(each)
+    owners = [(link["host"], link["address"]) for link in links]
+    following = [*owners[1:], *owners[:1]]  # each host sends to the next
+    goodputs = measured([{**a, "host": b, "goodput_to": c} for a, b, c in zip(links, owners, following, strict=True)])
     slowest = min(goodputs.values(), key=lambda link: min(link.up, link.down), default=FAST_LINK)
     hosts, nodes = [], []
-    for name, members in by_host.items():
-        link = goodputs.get(name, slowest)
+    for host, members in by_host.items():
+        link, name = goodputs.get(host, slowest), host[0]
         hosts.append(Host(name=name, link=link, ranks=len(members)))
         nodes.append(
             Node(

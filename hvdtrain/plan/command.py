@@ -8,8 +8,9 @@ import importlib.util
 import json
 import os
 import re
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,16 @@ examples:
   hvdtrain plan --from results/RUN --hosts 2,8 --rates 10mbit
 """
 MOST_HOSTS = 10_000
+MANY_COUNTS = 32
+"""Longest range of hosts that is predicted in full"""
+BOUNDS = {
+    "latency": (0, 60_000),
+    "ranks_per_host": (1, 1024),
+    "cores": (0.01, 10_000),
+    "switch": (1, MOST_HOSTS),
+    "global_batch_size": (1, 10**9),
+}
+"""Least and most of each option that is a number"""
 
 
 class PlanParser(Parser):
@@ -63,7 +74,10 @@ def parser() -> Parser:
     top.add_argument("workload", nargs="?", help="a workload: see `hvdtrain train`, or a script")
     top.add_argument("--from", dest="run", type=Path, metavar="RUN", help="plan from the run in this folder")
     top.add_argument(
-        "--hosts", default=None, metavar="LIST", help="numbers of hosts: 1..16 or 1,2,4 (default: 1,2,4,8)"
+        "--hosts",
+        default=None,
+        metavar="LIST",
+        help="numbers of hosts: 1..16 or 1,2,4; long ranges are thinned (default: 1,2,4,8)",
     )
     top.add_argument("-H", dest="cluster", metavar="A:2,B:2", help="measure the links of these hosts over ssh")
     top.add_argument(
@@ -102,24 +116,22 @@ def main(arguments: Sequence[str]) -> int:
         raise Failure(f"--figure {options.figure}: not .svg, .png or .pdf; hint: give FILE.svg", exits.USAGE)
     if options.figure:
         _check_writable(options.figure)
-    if not options.latency >= 0:
-        raise Failure(f"--latency {options.latency:g}: hint: give milliseconds, 0 or more", exits.USAGE)
-    if not 1 <= options.ranks_per_host <= 1024 or (options.cores is not None and not options.cores > 0):
-        raise Failure("--ranks-per-host and --cores: hint: give a number above 0", exits.USAGE)
-    if bool(options.switch) != bool(options.uplink) or (options.switch or 1) < 1:
+    for name, (least, most) in BOUNDS.items():
+        value = getattr(options, name)
+        if value is not None and not least <= value <= most:
+            raise Failure(f"--{name.replace('_', '-')} {value}: hint: give {least:g} to {most:,}", exits.USAGE)
+    if (options.switch is None) != (options.uplink is None):
         raise Failure("--switch and --uplink belong together; hint: --switch 24 --uplink 10gbit", exits.USAGE)
     links_of(options, 1_000_000, 2)  # raises Failure for a wrong rate, before the profile takes its time
     uplink_of(options)
-    if options.global_batch_size is not None and options.global_batch_size < 1:
-        raise Failure("--global-batch-size: hint: give a number above 0", exits.USAGE)
     if options.global_batch_size is not None and options.run:
         raise Failure("--global-batch-size cannot be combined with --from; hint: leave it out", exits.USAGE)
-    if options.cluster and (options.run or options.hosts or options.rates or options.slow or options.switch):
+    if options.cluster is not None and any((options.run, options.hosts, options.rates, options.slow, options.switch)):
         raise Failure(
             "-H cannot be combined with --from, --hosts, --rates, --slow or --switch; hint: leave them out", exits.USAGE
         )
-    counts = counts_of(options.hosts) if options.hosts else None
-    rates = rates_of(options.rates) if options.rates else None
+    counts = counts_of(options.hosts) if options.hosts is not None else None
+    rates = rates_of(options.rates) if options.rates is not None else None
     plan = _from_run(options, counts, rates) if options.run else _from_workload(options, counts, rates)
     if options.figure:
         figures.save(report.figure(plan), options.figure)
@@ -139,14 +151,18 @@ def _check_writable(path: Path) -> None:
 
 
 def counts_of(text: str) -> list[int]:
-    """Parse numbers of hosts: `1..16` or `1,2,4`. Raises Failure (2)."""
+    """Parse numbers of hosts: `1..16` or `1,2,4`. In a long range they grow by an eighth. Raises Failure (2)."""
     counts: set[int] = set()
     for word in text.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:\.\.(\d{1,6}))?", word.strip())
         low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-        if not 1 <= low <= high <= MOST_HOSTS or high - low > 1000:
+        if not 1 <= low <= high <= MOST_HOSTS:
             raise Failure(f"--hosts {text}: hint: give 1..16 or 1,2,4, each from 1 to {MOST_HOSTS}", exits.USAGE)
-        counts |= {*range(low, high + 1)}
+        is_long = high - low >= MANY_COUNTS
+        while low < high:
+            counts.add(low)
+            low += max(1, low // 8) if is_long else 1
+        counts.add(high)
     return sorted(counts)
 
 
@@ -187,7 +203,7 @@ def links_of(options: Any, rate: int, count: int) -> list[Link]:
     """Return a link for each host. Raises Failure (2)."""
     latency_s = options.latency / 1e3
     links = [Link.of_rate(rate, latency_s=latency_s)] * count
-    if options.slow and count > 1:
+    if options.slow is not None and count > 1:
         up, _, down = options.slow.partition("/")
         links[-1] = Link.of_rate(parse_rate(up), parse_rate(down) if down else None, latency_s)
     return links
@@ -208,57 +224,79 @@ def _hosts(options: Any, rate: int, count: int) -> list[Host]:
     ]
 
 
+Cases = Mapping[str, Mapping[int, tuple[Sequence[Host], int]]]
+"""Name of the network -> number of hosts -> the hosts, and the samples of a step"""
+
+
 def _plan(
+    made: Profile, exchanges: Sequence[Exchange], one: tuple[Sequence[Host], int], cases: Cases, *, stages: bool
+) -> Plan:
+    """Predict all cases. `one`: a single host. `stages`: whether to predict pipeline stages too."""
+
+    def predictions(hosts: Sequence[Host], batch: int) -> list[prediction.Prediction]:
+        found = [prediction.predict(made, each, hosts, batch) for each in exchanges]
+        staged = prediction.predict_stages(made, hosts, batch) if stages else None
+        return [*found, staged] if staged else found
+
+    alone = prediction.predict(made, exchanges[0], *one)
+    networks = {}
+    for name, by_count in cases.items():
+        if len(by_count) > MANY_COUNTS:
+            print(f"{name}: predicting {len(by_count)} numbers of hosts", file=sys.stderr, flush=True)
+        networks[name] = {count: predictions(*case) for count, case in by_count.items() if count > 1} or {1: [alone]}
+    return Plan(profile=made, one=dataclasses.replace(alone, steps_factor=(1.0, 1.0)), networks=networks)
+
+
+def _equal_hosts(
     made: Profile,
     config: TrainConfig,
     options: Any,
-    counts: Sequence[int],
-    rates: Sequence[int],
+    counts: Sequence[int] | None,
+    rates: Sequence[int] | None,
     exchanges: Sequence[Exchange],
-    **more: Any,
 ) -> Plan:
+    """Plan for these numbers of equal hosts and these rates."""
     ranks = options.ranks_per_host
-    one = prediction.predict(made, exchanges[0], _hosts(options, rates[0], 1), global_batch(config, ranks))
 
-    def predictions(rate: int, count: int) -> list[prediction.Prediction]:
-        hosts, batch = _hosts(options, rate, count), global_batch(config, count * ranks)
-        staged = prediction.predict_stages(made, hosts, batch) if ranks == 1 and not options.strategy else None
-        found = [prediction.predict(made, each, hosts, batch) for each in exchanges]
-        return found + ([staged] if staged else [])
+    def case(rate: int, count: int) -> tuple[list[Host], int]:
+        return _hosts(options, rate, count), global_batch(config, count * ranks)
 
-    networks = {
-        show_rate(rate): {count: predictions(rate, count) for count in counts if count > 1} or {1: [one]}
-        for rate in rates
-    }
-    return Plan(profile=made, one=dataclasses.replace(one, steps_factor=(1.0, 1.0)), networks=networks, **more)
+    rates = rates or [10_000_000, 100_000_000, 1_000_000_000]
+    cases = {show_rate(rate): {count: case(rate, count) for count in counts or [1, 2, 4, 8]} for rate in rates}
+    return _plan(made, exchanges, case(rates[0], 1), cases, stages=ranks == 1 and not options.strategy)
 
 
 def _from_workload(options: Any, counts: Sequence[int] | None, rates: Sequence[int] | None) -> Plan:
-    counts, rates = counts or [1, 2, 4, 8], rates or [10_000_000, 100_000_000, 1_000_000_000]
-    cluster = probe.hosts_of(options.cluster) if options.cluster else []
+    cluster = probe.hosts_of(options.cluster) if options.cluster is not None else []
     if cluster:
         counts, options.ranks_per_host = list(range(1, len(cluster) + 1)), max(host.ranks for host in cluster)
-    profiler = observe.Profiler(options, counts, prediction.reducers(_wanted(options)))
+    profiler = observe.Profiler(options, counts or [1, 2, 4, 8], prediction.reducers(_wanted(options)))
     if observe.is_script(options.workload):
         observe.script(Path(options.workload), options.flags, profiler)
     else:
         size = [f"--global-batch-size={options.global_batch_size}"] if options.global_batch_size else []
         observe.workload(options.workload, [*options.flags, *size], profiler)
-    assert profiler.profile is not None and profiler.config is not None
-    able, refused = exchanges_of(options, profiler.config, profiler.profile)
-    more: dict[str, Any] = {"refused": refused, "notes": profiler.notes}
+    assert profiler.found and profiler.found.profile and profiler.found.config
+    made, config, notes = profiler.found.profile, profiler.found.config, profiler.found.notes
+    able, refused = exchanges_of(options, config, made)
     if cluster:
-        return _cluster(profiler.profile, profiler.config, cluster, able, **more)
-    return _plan(profiler.profile, profiler.config, options, counts, rates, able, **more)
+        some = [cluster[:count] for count in counts or ()]
+        cases = {len(each): (each, global_batch(config, sum(host.ranks for host in each))) for each in some}
+        plan = _plan(made, able, cases[1], {"measured links": cases}, stages=False)
+        speeds = [f"{host.name} {8e-6 * host.link.up:.3g} up, {8e-6 * host.link.down:.3g} down" for host in cluster]
+        notes = [f"Mbit/s: {', '.join(speeds)}", *notes]
+    else:
+        plan = _equal_hosts(made, config, options, counts, rates, able)
+    return dataclasses.replace(plan, refused=refused, notes=notes)
 
 
 def _from_run(options: Any, counts: Sequence[int] | None, rates: Sequence[int] | None) -> Plan:
     run = recorded.read(options.run)
     config = TrainConfig(
-        framework=run.flags.get("framework", "auto"),
-        precision=run.flags.get("precision", "fp32"),
-        global_batch_size=run.global_batch if run.flags.get("global_batch_size") else None,
-        batch_size=None if run.flags.get("global_batch_size") else run.flags.get("batch_size"),
+        framework=run.config.framework,
+        precision=run.config.precision,
+        global_batch_size=run.global_batch if run.config.global_batch_size else None,
+        batch_size=None if run.config.global_batch_size else run.config.batch_size,
     )
     names = prediction.reducers([*_wanted(options), run.exchange])
     known = run.profile.coding_s if run.profile else {}
@@ -272,47 +310,18 @@ def _from_run(options: Any, counts: Sequence[int] | None, rates: Sequence[int] |
         f"recorded: {run.exchange} on {len(hosts)} hosts, {run.step_s:.3g} s per step; {own.bottleneck} decides",
         *(f"that is {factor:.2f} times the simulated time, as all predictions are" for factor in made.factors.values()),
     ]
-    if missing and made.machine.get("processor") != profile.machine()["processor"]:
+    if missing and made.machine["processor"] != profile.machine()["processor"]:
         notes.append("the cost of coding was measured on this machine, which has another processor than the run's")
     options.ranks_per_host = hosts[0].ranks
-    if len(hosts) > 1 and not run.links:
-        notes = ["the run did not measure its links, so predictions are not adjusted to its step time"]
-        if rates is None:
-            raise Failure(f"{run.folder}: the run did not measure its links; hint: add --rates", exits.BAD_DATA)
-    elif rates is None and len(hosts) > 1 and counts is None:
-        return _own_hosts(made, run, hosts, able, refused=refused, notes=notes)
-    counts = counts or sorted({1, len(hosts)})
-    rates = rates or [10_000_000, 100_000_000, 1_000_000_000]
-    return _plan(made, config, options, counts, rates, able, refused=refused, notes=notes)
-
-
-def _cluster(
-    made: Profile,
-    config: TrainConfig,
-    hosts: Sequence[Host],
-    exchanges: Sequence[Exchange],
-    notes: Sequence[str],
-    **more: Any,
-) -> Plan:
-    """Plan for the first hosts of a cluster whose links were measured, and for all of them."""
-
-    def predictions(some: Sequence[Host]) -> list[prediction.Prediction]:
-        batch = global_batch(config, sum(host.ranks for host in some))
-        return [prediction.predict(made, each, some, batch) for each in exchanges]
-
-    one = dataclasses.replace(predictions(hosts[:1])[0], steps_factor=(1.0, 1.0))
-    counts = {count: predictions(hosts[:count]) for count in range(2, len(hosts) + 1)}
-    rates = ", ".join(f"{host.name} {8e-6 * host.link.up:.3g} up, {8e-6 * host.link.down:.3g} down" for host in hosts)
-    return Plan(profile=made, one=one, networks={"measured links": counts}, notes=[f"Mbit/s: {rates}", *notes], **more)
-
-
-def _own_hosts(
-    made: Profile, run: recorded.Recorded, hosts: Sequence[Host], able: Sequence[Exchange], **more: Any
-) -> Plan:
-    """Plan other strategies for the run's own hosts and links."""
-    exchanges = {str(each): each for each in [run.exchange, *able]}.values()
-    single = round(run.global_batch / len(hosts)) if not run.flags.get("global_batch_size") else run.global_batch
-    one = prediction.predict(made, run.exchange, hosts[:1], single)
-    found = [prediction.predict(made, each, hosts, run.global_batch) for each in exchanges]
-    one = dataclasses.replace(one, steps_factor=(1.0, 1.0))
-    return Plan(profile=made, one=one, networks={"the run's links": {len(hosts): found}}, **more)
+    if len(hosts) > 1 and rates is None and counts is None and run.links:
+        exchanges = list({str(each): each for each in [run.exchange, *able]}.values())
+        single = run.global_batch if run.config.global_batch_size else round(run.global_batch / len(hosts))
+        links = {"the run's links": {len(hosts): (hosts, run.global_batch)}}
+        plan = _plan(made, exchanges, (hosts[:1], single), links, stages=False)
+    else:
+        if len(hosts) > 1 and not run.links:
+            notes = ["the run did not measure its links, so predictions are not adjusted to its step time"]
+            if rates is None:
+                raise Failure(f"{run.folder}: the run did not measure its links; hint: add --rates", exits.BAD_DATA)
+        plan = _equal_hosts(made, config, options, counts or sorted({1, len(hosts)}), rates, able)
+    return dataclasses.replace(plan, refused=refused, notes=notes)

@@ -55,7 +55,7 @@ class Uplink:
         return crossing / self.rate
 
 
-def measured(links: Sequence[Mapping[str, Any]], latency_s: float = LATENCY_S) -> dict[str, Link]:
+def measured(links: Sequence[Mapping[str, Any]]) -> dict[Any, Link]:
     """Return the link of each host from a measurement of goodput, see `records.Manifest.links`.
 
     Each host sends to the next one in a ring, so a goodput is that of a sender's uplink or of a receiver's downlink.
@@ -80,4 +80,4 @@ def measured(links: Sequence[Mapping[str, Any]], latency_s: float = LATENCY_S) -
                 up[sender] = rate
             else:
                 down[receiver] = rate
-    return {host: Link(up=up[host], down=down[host], latency_s=latency_s) for host in hosts}
+    return {host: Link(up=up[host], down=down[host]) for host in hosts}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import dataclasses
+import json
 import os
 import runpy
+import signal
+import subprocess
 import sys
+import tempfile
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +27,55 @@ from hvdtrain.launch.tuning import MMAP_THRESHOLD_BYTES
 from hvdtrain.plan import coding, profile
 from hvdtrain.plan.profile import Profile
 from hvdtrain.plan.steps import WARM_UP_STEPS, Script
-from hvdtrain.system import exits
+from hvdtrain.system import exits, proc
 from hvdtrain.system.arguments import near
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import profiled
 from hvdtrain.training.job import Job
-from hvdtrain.training.workload import Workload
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 ENVIRONMENT = {
     "HVDTRAIN_RECORD": "0",
+    "HVDTRAIN_STRATEGY": "hierarchical",
     **dict.fromkeys(("RANK", "LOCAL_RANK"), "0"),
     **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
 }
 """What a script sees that was written for torchrun, as its only rank"""
+ROOT = str(Path(__file__).parents[2])
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What profiling has found, or why it failed."""
+
+    profile: Profile | None = None
+    config: TrainConfig | None = None
+    notes: list[str] = []
+    failure: str = ""
+    code: int = 0
 
 
 class Profiler(profiled.Observer):
     """Profiles a model for some batches and reducers, and ends the workload or the script."""
 
-    def __init__(self, options: Any, counts: Sequence[int], names: Sequence[str]) -> None:
-        """`counts`: numbers of hosts. `names`: reducers."""
-        self._options, self._counts, self._names = options, counts, names
-        self._is_script = is_script(options.workload)
-        self.profile: Profile | None = None
-        self.config: TrainConfig | None = None
-        self.notes: list[str] = []
+    found: Found | None = None
+    _script: Script | None = None
+    """The steps of a script that may end before they are enough"""
 
-    def described(self, workload: Workload) -> None:
-        self.config = self._with_batch(workload.config)
+    def __init__(
+        self,
+        options: Any,
+        counts: Sequence[int],
+        names: Sequence[str],
+        answer: Callable[[Found], None] = lambda found: None,
+    ) -> None:
+        """`counts`: numbers of hosts. `names`: reducers. `answer`: called at once with what was found."""
+        self._options, self._counts, self._names, self._answer = options, counts, names, answer
+        self._is_script = is_script(options.workload)
+
+    def request(self) -> tuple[dict[str, Any], Sequence[int], Sequence[str]]:
+        """Return the arguments of a profiler in another process."""
+        names = ("workload", "ranks_per_host", "global_batch_size", "fresh")
+        return {name: getattr(self._options, name) for name in names}, self._counts, self._names
 
     def modelled(self, job: Job, model: profiled.Maker) -> None:
         ranks = self._options.ranks_per_host
@@ -70,8 +95,12 @@ class Profiler(profiled.Observer):
             print(f"training for {profile.PILOT_S:.0f} s to see what a larger batch costs", file=sys.stderr, flush=True)
             kept = msgspec.structs.replace(kept, noise_scale=profiled.noise_scale(job, model))
             self._keep(kept, key)
-        self.profile = kept
+        self._end(kept, self._with_batch(job.workload.config))
         raise profiled.Done
+
+    def _end(self, made: Profile, config: TrainConfig, *notes: str) -> None:
+        self.found = Found(profile=made, config=config, notes=list(notes))
+        self._answer(self.found)
 
     def _keep(self, made: Profile, key: Mapping[str, Any]) -> None:
         """Keep the profile of a workload; a script may change."""
@@ -79,31 +108,27 @@ class Profiler(profiled.Observer):
             profile.keep(made, key)
 
     def stepped(self, script: Script) -> None:
-        if self.profile is None and script.steps.are_enough:
-            self._take(script)
         self._script = script
-        if self.profile is not None:
+        if self.found is None and script.steps.are_enough:
+            self._take(script)
+        if self.found is not None:
             raise profiled.Done
-
-    _script: Script | None = None
-    """The steps of a script that may end before they are enough"""
 
     def ended(self) -> None:
         """The script has ended on its own."""
-        if self.profile is None and self._script is not None:
+        if self.found is None and self._script is not None:
             self._take(self._script)
 
     def _take(self, script: Script) -> None:
         made = script.profiled()
         batch = made.points[0].batch
-        self.config = self._with_batch(TrainConfig(framework=script.framework, batch_size=batch))  # type: ignore[arg-type]
-        self.profile = profile.with_coding(
-            made, coding.measure(self._names, made.shapes, profile.CODING_S, made.threads)
-        )
-        self.notes = [
+        config = self._with_batch(TrainConfig(framework=script.framework, batch_size=batch))  # type: ignore[arg-type]
+        self._end(
+            profile.with_coding(made, coding.measure(self._names, made.shapes, profile.CODING_S, made.threads)),
+            config,
             f"profiled in {script.steps.timed} steps of {made.workload} with its {batch} samples per rank; for other "
-            f"batches a step is taken to cost as much as {profile.FIXED_SAMPLES:.0f} more samples"
-        ]
+            f"batches a step is taken to cost as much as {profile.FIXED_SAMPLES:.0f} more samples",
+        )
 
     def _with_batch(self, config: TrainConfig) -> TrainConfig:
         """Return the config with the plan's --global-batch-size, which a script does not know."""
@@ -149,30 +174,59 @@ def workload(name: str, flags: Sequence[str], observer: profiled.Observer) -> No
 
 
 def script(path: Path, flags: Sequence[str], profiler: Profiler) -> None:
-    """Run a script as the only rank until it is profiled. Raises Failure (1, 2, 78) if it fails, or makes no steps."""
+    """Run a script in its own process, as the only rank, until it is profiled. `profiler` gets what it found.
+
+    Raises Failure (1, 2, 78) if the script fails, makes no steps or ends the process.
+    """
     if not path.is_file():
         raise Failure(f"{path}: no such script; hint: name a file, or a workload (see --help)", exits.USAGE)
-    keep_heap()
-    before = dict(os.environ)
     print(f"running {path} until it is profiled", file=sys.stderr, flush=True)
-    try:
-        os.environ |= {**ENVIRONMENT, "HVDTRAIN_STRATEGY": "hierarchical"}
-        with _arguments(str(path), flags), contextlib.redirect_stdout(sys.stderr):
-            with profiled.observing(profiler):
-                _run(path)
-            profiler.ended()
-    except Failure:
-        if profiler.profile is None:  # otherwise the script reports how it was ended
-            raise
-    finally:
-        os.environ.clear()
-        os.environ |= before
-    if profiler.profile is None:
+    with tempfile.TemporaryFile() as answer:
+        request = json.dumps([answer.fileno(), str(path), list(flags), *profiler.request()])
+        program = f"import sys; sys.path.append({ROOT!r}); from hvdtrain.plan import observe; observe.child()"
+        code = subprocess.run(
+            [sys.executable, "-P", "-c", program, request],
+            env={**os.environ, **ENVIRONMENT},
+            stdout=2,
+            pass_fds=[answer.fileno()],
+            check=False,
+        ).returncode
+        answer.seek(0)
+        found = answer.read()
+    if not found:
+        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         raise Failure(
-            f"{path} ended without hvdtrain.train, and before an optimizer of hvdtrain.torch made {WARM_UP_STEPS + 1} "
-            "steps; hint: use hvd.DistributedOptimizer of hvdtrain.torch",
-            exits.USAGE,
+            f"{path} ended its process ({how}) before it was profiled; hint: try `python {path}` without plan",
+            exits.FAILED,
         )
+    profiler.found = msgspec.json.decode(found, type=Found)
+    if profiler.found.failure:
+        raise Failure(profiler.found.failure, profiler.found.code)
+
+
+def child() -> None:
+    """Run a script for the process that called `script`, and write what was found to its file."""
+    proc.end_with_parent()
+    descriptor, name, flags, options, counts, names = json.loads(sys.argv[1])
+
+    def answer(found: Found) -> None:
+        os.write(descriptor, msgspec.json.encode(found))
+
+    profiler, path = Profiler(argparse.Namespace(**options), counts, names, answer), Path(name)
+    keep_heap()
+    try:
+        with _arguments(name, flags), profiled.observing(profiler):
+            _run(path)
+        profiler.ended()
+        if profiler.found is None:
+            raise Failure(
+                f"{path} ended without hvdtrain.train, and before an optimizer of hvdtrain.torch made "
+                f"{WARM_UP_STEPS + 1} steps; hint: use hvd.DistributedOptimizer of hvdtrain.torch",
+                exits.USAGE,
+            )
+    except Failure as failure:
+        if profiler.found is None:  # otherwise the script reports how it was ended
+            answer(Found(failure=str(failure), code=failure.code))
 
 
 def _run(path: Path) -> None:

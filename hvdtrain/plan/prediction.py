@@ -152,14 +152,14 @@ def predicted(
     ranks = sum(host.ranks for host in hosts)
     cost = exchange.cost(profile.shapes, Layout(ranks=ranks, hosts=len(hosts)), buckets=not profile.drop_in)
     traffic = traffic_of(profile, exchange, cost, hosts)
-    timeline = simulate(nodes, traffic)
+    simulated_s = simulate(nodes, traffic)
     uncoded = [dataclasses.replace(each, coding_s=0.0) for each in traffic.messages]
     idle = [dataclasses.replace(node, averaging_s=0.0) for node in nodes]
-    without_s = simulate(idle, dataclasses.replace(traffic, messages=tuple(uncoded))).step_s
+    without_s = simulate(idle, dataclasses.replace(traffic, messages=tuple(uncoded)))
     computing_s = max(node.backward_s + node.update_s for node in nodes)
-    coding_s = max(0.0, timeline.step_s - without_s)
+    coding_s = max(0.0, simulated_s - without_s)
     backend = exchange.capabilities.backend
-    step_s = timeline.step_s * (profile.factors.get(backend, 1.0) if len(hosts) > 1 else 1.0)
+    step_s = simulated_s * (profile.factors.get(backend, 1.0) if len(hosts) > 1 else 1.0)
     recorded = learning.of(exchange)
     return Prediction(
         strategy=str(exchange),
@@ -171,7 +171,7 @@ def predicted(
         coding_s=coding_s,
         waiting_s=max(0.0, step_s - computing_s - coding_s),
         sent_bytes=cost.sent_bytes if len(hosts) > 1 else 0.0,
-        bottleneck=_bottleneck(nodes, traffic, timeline.step_s, computing_s, coding_s),
+        bottleneck=_bottleneck(nodes, traffic, simulated_s, computing_s, coding_s),
         steps_factor=recorded.steps if recorded else None,
         noise_scale=profile.noise_scale,
         loss_points=recorded.loss_points if recorded else None,
@@ -274,9 +274,9 @@ def predict_stages(profile: Profile, hosts: Sequence[Host], global_batch: int) -
     """
     layers = [Layer(name=str(i), arrays=(), output=(n,), multiply_adds=m) for i, (n, m) in enumerate(profile.layers)]
     micro_batches = max(1, min(MICRO_BATCHES, global_batch // 2))
-    if not 1 < len(hosts) <= len(layers):
-        return None
     work = [layer.multiply_adds for layer in layers]
+    if not 1 < len(hosts) <= len(layers) or not sum(work):
+        return None
     cut = partition.balanced(layers, len(hosts), work, 0.0)
     samples = global_batch / micro_batches
     stages = []

@@ -17,16 +17,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from hvdtrain import records
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.data import Batch
 from hvdtrain.data.prepared import cache_folder, caching
 from hvdtrain.observe.timing import Clock
+from hvdtrain.records.types import Amount
 from hvdtrain.strategies import Exchanged, Strategy, Vectors
 from hvdtrain.strategies.algorithms.overlapped import buckets
 from hvdtrain.strategies.base import ReducerCost
@@ -58,58 +60,79 @@ FIXED_SAMPLES = 10.0
 captioner on CPUs have 5 to 41; 10 predicts recorded runs with other batches best (docs/benchmarks/predictions.md)"""
 
 
+# Bounds within which every prediction is finite. A profile may have been edited.
+Samples = Annotated[int, Meta(ge=1, le=10**9)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Positive = Annotated[float, Meta(ge=1e-9, le=1e9)]
+Scale = Annotated[float, Meta(ge=1e-9, le=1e300)]
+Shapes = list[list[Annotated[int, Meta(ge=0, le=10**12)]]]
+MOST_PARAMETERS = 10**13
+
+
+class Machine(TypedDict):
+    """Where a profile was made."""
+
+    processor: str | None
+    cores: Positive
+
+
 class Point(msgspec.Struct, frozen=True, kw_only=True):
     """Steps with one batch size."""
 
-    batch: int
+    batch: Samples
     """Samples per rank and step"""
-    backward_s: float
+    backward_s: Positive
     """Mean time of waiting for the batch, forward and backward"""
-    update_s: float
+    update_s: Seconds
     """Mean time of the optimizer"""
-    variation: float
+    variation: Seconds
     """Standard deviation of a step's time, relative to its mean, without outliers"""
-    steps: int
+    steps: Samples
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """See the module."""
 
     schema: str = SCHEMA
-    machine: dict[str, Any]
+    machine: Machine
     """Processor and its cores, which a quota lowers"""
     workload: str
     model: str
     """For people"""
     setup: dict[str, Any]
     """What else the times depend on: framework, precision, device ..."""
-    shapes: list[list[int]]
+    shapes: Shapes
     """Shapes of the trainable arrays in a replica's vector"""
-    layers: list[tuple[int, float]] = []
+    layers: list[tuple[Samples, Amount]] = []
     """For each layer, the numbers of its output and its multiply-adds for one sample; empty: no pipeline stages"""
-    epoch_samples: int | None
+    epoch_samples: Annotated[int, Meta(ge=1, le=10**18)] | None
     """None for a script, whose data are unknown"""
-    threads: int
-    points: list[Point]
+    threads: Samples
+    points: Annotated[list[Point], Meta(min_length=1)]
     """In ascending order of the batch"""
-    averaging_s: float = 0.0
+    averaging_s: Seconds = 0.0
     """Processor seconds that local SGD adds to a step that averages weights, without the exchange"""
-    waking_s: float = 0.0
+    waking_s: Seconds = 0.0
     """Mean delay of a thread that wakes while the model computes"""
-    ready: list[float] = []
+    ready: list[Annotated[float, Meta(ge=0, le=1)]] = []
     """Share of forward and backward after which each bucket of gradients is ready; empty if it was not measured"""
-    coding_s: dict[str, float] = {}
+    coding_s: dict[str, Seconds] = {}
     """Processor seconds of one all-reduce over two hosts, by reducer"""
-    noise_scale: tuple[float, float | None] | None = None
+    noise_scale: tuple[Scale, Scale | None] | None = None
     """Samples per step that need twice the epochs of a tiny batch: least and most of an interval, which may have no
     upper end. None if it was not measured"""
     peak_rss_bytes: int = 0
     from_run: bool = False
     """Whether the computation was not profiled, but recorded during a run"""
-    factors: dict[str, float] = {}
+    factors: dict[str, Positive] = {}
     """Recorded / simulated time of a step on several hosts, by backend"""
     drop_in: bool = False
     """Whether the optimizer of a drop-in module exchanges, which sends nothing during backward"""
+
+    def __post_init__(self) -> None:
+        batches, size = [each.batch for each in self.points], elements(self.shapes)
+        if self.schema != SCHEMA or batches != sorted(set(batches)) or not 1 <= size <= MOST_PARAMETERS:
+            raise ValueError("another schema, unordered points or no parameters")
 
     @property
     def cores(self) -> float:
@@ -190,7 +213,7 @@ class Probe(Strategy):
         return Exchanged()
 
 
-def machine() -> dict[str, Any]:
+def machine() -> Machine:
     """Return what identifies this machine in profiles."""
     return {"processor": proc.processor() or platform.machine(), "cores": round(cgroup.process_cores(), 2)}
 
@@ -376,9 +399,7 @@ def read(path: Path) -> Profile:
         content = stream.read(1 << 22)
     try:
         profile = msgspec.convert(files.from_json(content), Profile)
-        if profile.schema != SCHEMA or not profile.points or not profile.cores > 0:
-            raise ValueError("no points, or another schema")
-    except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
+    except (ValueError, msgspec.ValidationError) as error:
         raise Failure(f"{path}: not a profile ({error}); hint: remove it and profile again", exits.BAD_DATA) from None
     return profile
 

@@ -28,7 +28,7 @@ class Plan:
     """One host, which needs no network"""
     networks: Mapping[str, Mapping[int, Sequence[Prediction]]]
     """Name of the network -> hosts -> predictions of all strategies"""
-    refused: Mapping[str, str]
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Strategy -> why it cannot run"""
     notes: Sequence[str] = ()
 

@@ -85,15 +85,6 @@ class Traffic:
     """Whether hosts do not wait for each other"""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Timeline:
-    """Means over the simulated steps."""
-
-    step_s: float
-    waiting_s: float
-    """Waiting of a host for its exchange, mean over hosts"""
-
-
 class Processor:
     """Cores that the operating system divides among running threads."""
 
@@ -131,10 +122,10 @@ class Processor:
         if self._work:
             done = min(self._work, key=lambda each: self._work[each][0] / self._speed(self._work[each][1]))
             left, threads = self._work[done]
-            self._env.process(self._finish(max(0.0, left / self._speed(threads)), done, self._version))
+            ended, version = self._env.timeout(max(0.0, left / self._speed(threads))), self._version
+            ended.callbacks.append(lambda _: self._finish(done, version))
 
-    def _finish(self, after_s: float, done: simpy.Event, version: int) -> Generator[Any, Any, None]:
-        yield self._env.timeout(after_s)
+    def _finish(self, done: simpy.Event, version: int) -> None:
         if version == self._version:  # otherwise other work has begun or ended since
             self._advance()
             del self._work[done]
@@ -147,7 +138,6 @@ class _Simulation:
         self.env = simpy.Environment()
         self.nodes, self.copies, self.traffic, self.steps = nodes, copies, traffic, steps
         self.ends: list[list[float]] = [[] for _ in nodes]
-        self.waited: list[list[float]] = [[] for _ in nodes]
         self._barriers: dict[tuple[int, ...], tuple[list[int], simpy.Event]] = {}
         self._events: dict[tuple[Any, ...], simpy.Event] = {}
         self._fractions = sorted({message.ready for message in traffic.messages} | {1.0})
@@ -177,10 +167,8 @@ class _Simulation:
                     for fraction in self._fractions:
                         self._event("ready", index, number, fraction).succeed()
             arriving, rest = divmod(step + 1 - traffic.staleness, traffic.every)
-            began = self.env.now
             if arriving > 0 and not rest and traffic.messages:
                 yield self._event("done", index, arriving)
-            self.waited[index].append(self.env.now - began)
             if not traffic.after_update:
                 yield processor.run(used * node.update_s, node.threads)
             self.ends[index].append(self.env.now)
@@ -243,10 +231,10 @@ def _amounts(message: Message, first: bool, hosts: int) -> tuple[float, float]:
     return message.sent, message.received
 
 
-def simulate(nodes: Sequence[Node], traffic: Traffic) -> Timeline:
-    """Return the mean times of a step. With one host nothing is sent."""
+def simulate(nodes: Sequence[Node], traffic: Traffic) -> float:
+    """Return the mean seconds of a step. With one host nothing is sent."""
     if len(nodes) == 1:
-        return Timeline(step_s=nodes[0].backward_s + nodes[0].update_s, waiting_s=0.0)
+        return nodes[0].backward_s + nodes[0].update_s
     groups: dict[Node, int] = {}
     for place, node in enumerate(nodes):
         alike = dataclasses.replace(node, name="first" if place == 0 else "")  # the first one may be the centre
@@ -261,6 +249,4 @@ def simulate(nodes: Sequence[Node], traffic: Traffic) -> Timeline:
     steps = begin + period * -(-(LEAST_STEPS if len(some) <= MANY else FEW_STEPS) // period)
     run = _Simulation(some, copies, traffic, steps)
     run.env.run()
-    step_s = max(ends[-1] - ends[begin - 1] for ends in run.ends) / (steps - begin)
-    waited = sum(sum(each[begin:]) * count for each, count in zip(run.waited, copies, strict=True))
-    return Timeline(step_s=step_s, waiting_s=waited / len(nodes) / (steps - begin))
+    return max(ends[-1] - ends[begin - 1] for ends in run.ends) / (steps - begin)

@@ -1,13 +1,10 @@
-"""Simulates a pipeline: one stage of the model on each host, activations and their gradients on the links between."""
+"""Times a pipeline: one stage of the model on each host, activations and their gradients on the links between."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Generator, Sequence
-from typing import Any
-
-import simpy
+import math
+from collections.abc import Sequence
 
 from hvdtrain.pipeline.schedule import Order, order
 from hvdtrain.plan.network import Link
@@ -28,45 +25,36 @@ class Stage:
 
 
 def step_s(stages: Sequence[Stage], micro_batches: int, schedule: Order = "1f1b") -> float:
-    """Return the mean time of a step."""
-    env = simpy.Environment()
-    events: dict[tuple[Any, ...], simpy.Event] = {}
-    up, down = ([simpy.Resource(env) for _ in stages] for _ in range(2))
-    ends: list[float] = []
+    """Return the mean time of a step.
 
-    def arrived(*key: Any) -> simpy.Event:
-        return events.setdefault(key, env.event())
+    Of the actions whose inputs are known, the one that ends first is next. So links carry messages in the order in
+    which they were given to them.
+    """
+    count = len(stages)
+    todo = [
+        [(step, *each) for step in range(STEPS) for each in order(schedule, stage, count, micro_batches)][::-1]
+        for stage in range(count)
+    ]
+    free, up, down = ([0.0] * count for _ in range(3))
+    arrived: dict[tuple[int, int, bool, int], float] = {}
+    ends = list[float]()
 
-    def send(sender: int, receiver: int, *key: Any) -> Generator[Any, Any, None]:
-        with up[sender].request() as sending, down[receiver].request() as receiving:
-            yield sending & receiving
-            nbytes = stages[min(sender, receiver)].sent
-            yield env.timeout(max(nbytes / stages[sender].link.up, nbytes / stages[receiver].link.down))
-        yield env.timeout(stages[sender].link.latency_s)
-        arrived(*key).succeed()
+    def end_s(stage: int) -> float:
+        """Return the end of a stage's next action, infinity if its input is not known."""
+        _, forward, _ = action = todo[stage][-1]
+        begins = 0.0 if stage == (0 if forward else count - 1) else arrived.get((stage, *action), math.inf)
+        return max(free[stage], begins) + (stages[stage].forward_s if forward else stages[stage].backward_s)
 
-    def run(number: int, stage: Stage) -> Generator[Any, Any, None]:
-        first, last = number == 0, number == len(stages) - 1
-        for step in range(STEPS):
-            for forward, part in order(schedule, number, len(stages), micro_batches):
-                if forward:
-                    if not first:
-                        yield arrived("forward", step, number, part)
-                    yield env.timeout(stage.forward_s)
-                    if not last:
-                        env.process(send(number, number + 1, "forward", step, number + 1, part))
-                else:
-                    if not last:
-                        yield arrived("backward", step, number, part)
-                    yield env.timeout(stage.backward_s)
-                    if not first:
-                        env.process(send(number, number - 1, "backward", step, number - 1, part))
-            yield env.timeout(stage.update_s)
-            if first:
-                ends.append(env.now)
-
-    for number, stage in enumerate(stages):
-        env.process(run(number, stage))
-    env.run()
-    between = [after - before for before, after in itertools.pairwise(ends)]
-    return sum(between[WARM_UP_STEPS - 1 :]) / len(between[WARM_UP_STEPS - 1 :])
+    while any(todo):
+        now, stage = min((end_s(stage), stage) for stage in range(count) if todo[stage])
+        step, forward, part = todo[stage].pop()
+        other = stage + 1 if forward else stage - 1
+        if 0 <= other < count:
+            sender, receiver, nbytes = stages[stage].link, stages[other].link, stages[min(stage, other)].sent
+            sent_s = max(now, up[stage], down[other]) + max(nbytes / sender.up, nbytes / receiver.down)
+            up[stage] = down[other] = sent_s
+            arrived[other, step, forward, part] = sent_s + sender.latency_s
+        is_end = not forward and part == micro_batches - 1
+        free[stage] = now + is_end * stages[stage].update_s
+        ends += [free[0]] if is_end and stage == 0 else []
+    return (ends[-1] - ends[WARM_UP_STEPS - 1]) / (STEPS - WARM_UP_STEPS)

@@ -29,7 +29,7 @@ RUNS: dict[str, Column] = {
     "kind": _text("timing, or energy (a sweep's run with power sampling, whose times do not count)"),
     "marked": _text("why the run does not count (a sweep's check, a profiler); null: no objection"),
     "resumed": Column("flag", "", "whether the run was stopped and resumed"),
-    "views": _text("members of an elastic run after each lost host: who continued, from where, why, seconds lost"),
+    "views": _text("members of an elastic run after each change: which hosts, from where, why, seconds lost"),
     "divisions": _text(
         "shares of the ranks in a batch that changed during the run (--shares measured), and from where"
     ),

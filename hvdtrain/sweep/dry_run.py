@@ -20,9 +20,8 @@ from typing import Any
 
 from hvdtrain.config import workloads
 from hvdtrain.config.parser import flag
-from hvdtrain.sweep import process
 from hvdtrain.sweep.grid import Experiment, Run
-from hvdtrain.system import cgroup, exits
+from hvdtrain.system import cgroup, exits, proc
 from hvdtrain.system.commands import Command
 from hvdtrain.system.exits import Failure
 
@@ -91,7 +90,7 @@ def _ask_process(questions: Sequence[Question]) -> list[Any]:
 
 def serve() -> None:
     """Reads questions from stdin and prints the answers, both as JSON. Other output of a workload goes to stderr."""
-    process.end_with_parent()
+    proc.end_with_parent()
     output = os.dup(1)
     os.dup2(2, 1)
     answers = [_answer(question) for question in json.load(sys.stdin)]

@@ -109,7 +109,7 @@ def predicted_s(done: recorded.Recorded, run: Run, dry_run: DryRun) -> float | N
     ranks, cores = int(run.experiment.settings["ranks_per_host"]), done.hosts()[0].cores
     hosts = [Host(name=str(number), link=link, ranks=ranks, cores=cores) for number in range(count)]
     step_s = prediction.predict(made, exchange, hosts, dry_run.plan["global_batch"]).step_s
-    share = done.summary.steps / (done.manifest.plan.get("steps") or done.summary.steps)
+    share = done.summary.steps / (done.facts.plan.steps or done.summary.steps)
     return step_s * dry_run.plan["steps"] * share + _other_s(done.summary)
 
 

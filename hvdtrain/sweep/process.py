@@ -8,7 +8,6 @@ has changed its user (sudo, setpriv) does not receive that signal and runs until
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shlex
 import signal
@@ -19,7 +18,7 @@ from types import FrameType
 from typing import IO, Any
 
 from hvdtrain.launch import supervise
-from hvdtrain.system import exits
+from hvdtrain.system import exits, proc
 from hvdtrain.system.commands import Command
 from hvdtrain.system.exits import Failure
 
@@ -29,7 +28,6 @@ SECOND_TERM_S = 1.0
 run, so it needs no checkpoint."""
 KILL_S = 15.0
 """Delay before the rest of a job is killed"""
-PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 class Stopped(Exception):
@@ -103,7 +101,7 @@ class Children:
 
     def _start(self, command: Command, output: int | IO[bytes]) -> subprocess.Popen[bytes]:
         options = {"stdout": output, "stderr": subprocess.STDOUT, "pass_fds": self.lock_handles}
-        return _start(command, self.environment, **options, preexec_fn=end_with_parent)
+        return _start(command, self.environment, **options, preexec_fn=proc.end_with_parent)
 
     def output(self, command: Command) -> tuple[int, str, str]:
         """Runs a short command: exit code, standard output, standard error. Raises Stopped, Failure (69)."""
@@ -162,8 +160,3 @@ def _signal(pid: int, number: signal.Signals) -> None:
         return
     except PermissionError:  # the child is sudo, which belongs to root and forwards the signal
         subprocess.run(["sudo", "-n", "kill", f"-{number.value}", str(pid)], capture_output=True, check=False)
-
-
-def end_with_parent() -> None:
-    """Asks the kernel to send SIGTERM to this process when its parent ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +23,7 @@ class Stat(NamedTuple):
 
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+PR_SET_PDEATHSIG = 1  # prctl(2)
 GONE = Stat("", "X", 0, 0)
 
 
@@ -93,3 +96,8 @@ def processor() -> str | None:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
     return None
+
+
+def end_with_parent() -> None:
+    """Ask the kernel to send SIGTERM to this process when its parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

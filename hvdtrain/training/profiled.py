@@ -41,12 +41,10 @@ AUTO_STEPS_S, AUTO_CODING_S = 6.0, 8.0
 
 
 class Observer:
-    """What `hvdtrain plan` does when a workload has described itself, and when it has made its model.
+    """What `hvdtrain plan` does when a workload has made its model.
 
     In a script with a drop-in module, `stepped` is called after each step of its optimizer.
     """
-
-    def described(self, workload: Workload) -> None: ...
 
     def modelled(self, job: Job, model: Maker) -> None: ...
 
@@ -75,11 +73,6 @@ def observing(observer: Observer) -> Iterator[None]:
 def observer() -> Observer | None:
     """Return the observer of this process; None if nothing is planned."""
     return _observer.get()
-
-
-def describe(workload: Workload) -> None:
-    if observer := _observer.get():
-        observer.described(workload)
 
 
 def key(job: Job) -> dict[str, Any]:

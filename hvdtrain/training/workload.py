@@ -102,7 +102,6 @@ class Workload:
         Raises Failure (65, 69, 78) if options cannot be combined, ranks cannot be found, or they do not agree.
         """
         config, environment, stages = self.config, self.environment, self._stages()
-        profiled.describe(self)
         profiled.check(self)
         if catalog.help_requested(config.strategy):
             if environment.rank == 0:

@@ -50,8 +50,8 @@ from hvdtrain.system.commands import as_calling_user, need_root  # noqa: E402
 from hvdtrain.system.exits import Failure  # noqa: E402
 from hvdtrain.system.rates import parse_rate, show_rate  # noqa: E402
 
-FED_S = 5.0
-"""A lost host is not started again earlier, and on a slow link it is sent the state for longer than this"""
+FIRST_S = 5.0
+"""A lost host is not started again earlier than this"""
 BATCH_OF_HOST = 32
 """For --every"""
 START_S, IDLE_S = 4, 8
@@ -289,8 +289,8 @@ def _holds(path: Path, text: bytes) -> bool:
 def compared(rows: Sequence[dict[str, Any]], kills: Sequence[float]) -> dict[str, Any]:
     """Compare the samples between the first and the last change of members with those of undisturbed hosts.
 
-    Four hosts are undisturbed before the first loss, three in the first FED_S seconds after a loss. In the last ones
-    before a return they send the state. Evaluations are left out.
+    Four hosts are undisturbed before the first loss, three in the first FIRST_S seconds after a loss. Evaluations are
+    left out.
     """
     views, parts = [row for row in rows if row["type"] == "view"], [list[float]()]
     for row in rows:
@@ -298,11 +298,10 @@ def compared(rows: Sequence[dict[str, Any]], kills: Sequence[float]) -> dict[str
             parts.append([])
         elif row["type"] == "step" and not row["warmup"]:
             parts[-1].append(row["data_s"] + row["compute_s"] + row["communication_s"])
-    four, three, feeding = statistics.mean(parts[0]), list[float](), list[float]()
+    four, three = statistics.mean(parts[0]), list[float]()
     for view, part in zip(views, parts[1:], strict=True):
         if view["hosts"] < len(NAMES) and part:
             three += first(part)
-            feeding += first(part[::-1])
     step_s = {len(NAMES): four, len(NAMES) - 1: statistics.mean(three)}
     samples = capacity = whole = 0.0
     for view, later in itertools.pairwise(views):
@@ -320,16 +319,15 @@ def compared(rows: Sequence[dict[str, Any]], kills: Sequence[float]) -> dict[str
         "stop_s": max(view["lost_s"] for view in views if view["hosts"] == len(NAMES)),
         "four_s": four,
         "three_s": step_s[len(NAMES) - 1],
-        "feeding_s": statistics.mean(feeding),
         "of_present": samples / capacity,
         "of_four": samples / whole,
     }
 
 
 def first(steps: Sequence[float]) -> list[float]:
-    """The first steps that take FED_S seconds together."""
+    """The first steps that take FIRST_S seconds together."""
     ends = itertools.accumulate(steps)
-    return [step for step, end in zip(steps, ends, strict=True) if end <= FED_S] or [steps[0]]
+    return [step for step, end in zip(steps, ends, strict=True) if end <= FIRST_S] or [steps[0]]
 
 
 # --- options and results ----------------------------------------------------------------------------------------------

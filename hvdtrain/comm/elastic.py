@@ -11,9 +11,8 @@ reached it, and so hold the result. After a loss there are three cases:
     all survivors wait in the barrier    each holds the result, and the transaction counts
     otherwise                            no rank has passed it: the transaction is repeated by the new members
 
-The ranks of a host that has come back are alone in a view of their own until they are `ready`. Rank 0 sends them its
-state, and what it exchanges from then on (`follow`), while all others train. When they have caught up, it asks for the
-next view between two steps (`admit`), and sends them the rest (`hand_over`).
+The ranks of a host that has come back, or is new, are alone in a view of their own until they are ready (`join`). Rank
+0 asks for the next view between two steps (`admit`), and sends them its state (`hand_over`) while all others wait.
 """
 
 from __future__ import annotations
@@ -22,19 +21,16 @@ import dataclasses
 import json
 import os
 import socket
-import statistics
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.backends.base import Endpoint, LeaderGroup
+from hvdtrain.comm.backends.base import Endpoint
 from hvdtrain.comm.backends.tcp import NOTHING, TcpCommunicator
 from hvdtrain.comm.errors import PeerLost
-from hvdtrain.comm.feed import Follower, Place, Recorder
-from hvdtrain.comm.stream import MAX_MESSAGE_BYTES, swap
+from hvdtrain.comm.stream import swap
 from hvdtrain.launch.agent import FD
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -43,8 +39,8 @@ CONNECT_S = 5.0
 """Time for the members of a new view to connect. A further lost host is noticed in less"""
 JOIN_S = 300.0
 """Time for the slowest rank to start"""
-PACE_STEPS = 10
-"""Steps whose median a rank reports to the launcher"""
+PIECE_BYTES = 1 << 28
+"""The state of a run is sent in messages of up to this size"""
 
 
 def unsupported() -> Failure:
@@ -95,8 +91,6 @@ class Channel:
         """If this rank joins a running job: the argument of `begin` in the other ranks"""
         self.newcomers = 0
         """Ranks that are ready to take part, of hosts that have come back or are new"""
-        self.places: list[Place] = []
-        """Where the leaders of those hosts wait for the state of rank 0"""
         self.newest = View.read(hello["view"])
         threading.Thread(target=self._read, args=(reader,), name="hvdtrain-views", daemon=True).start()
 
@@ -112,7 +106,6 @@ class Channel:
                     self.newest = View.read(message["view"])
                 elif "newcomers" in message:
                     self.newcomers = message["newcomers"]
-                    self.places = [Place(*place) for place in message["places"]]
                 else:
                     self._gathered[message["of"], message["gathered"]] = message["data"]
                 self._changed.notify_all()
@@ -181,13 +174,13 @@ class ElasticCommunicator(TcpCommunicator):
         self._channel, self._endpoint = rendezvous.channel, endpoint
         self._closing = threading.Lock()
         self.view = rendezvous.view
-        self.target = self.step = 0
+        self.step = 0
+        """Steps that this rank has done, which it reports in `recover`"""
+        self.target = 0
+        """After `recover`: the most steps that a rank has done"""
         self.joining, self.begun = rendezvous.joining, self._channel.begun
         self.suspended = self._lost = self._prepared = False
         self._commits = 0
-        self._pace: list[float] = []
-        self.tap: LeaderGroup | None = None
-        """On a leader: what exchanges use instead of the leaders. A `Recorder` or a `Player`"""
         self.on_interrupt: Callable[[], None] = lambda: None
         """Called in any thread when a host was lost, to interrupt other connections between the ranks too"""
         super().__init__(rendezvous, endpoint)
@@ -195,6 +188,7 @@ class ElasticCommunicator(TcpCommunicator):
 
     @property
     def broken(self) -> bool:
+        """Whether the ranks are not connected, until `recover` has connected them again."""
         return self._lost or self._channel.newest.number > self.view.number
 
     @property
@@ -206,87 +200,41 @@ class ElasticCommunicator(TcpCommunicator):
         return self._channel.newcomers
 
     def begin(self, run: Mapping[str, Any]) -> None:
+        """From now on the job may continue without a lost host. `run`: what hosts that come back need, as JSON."""
         self._channel.send({"began": dict(run)})
 
     def report_pace(self, compute_s: float) -> None:
-        self._pace.append(compute_s)
-        if len(self._pace) == PACE_STEPS:
-            self._channel.send({"pace": statistics.median(self._pace)})
-            self._pace.clear()
-
-    @property
-    def leaders(self) -> LeaderGroup | None:
-        return self.tap or self._leaders
-
-    @property
-    def places(self) -> list[Place]:
-        """On rank 0: where the leaders of hosts that have come back wait for its state."""
-        return self._channel.places if self.rank == 0 and self._channel.newcomers and not self.suspended else []
+        """Report how long this rank computes in a step, so that a host that became slow can be put out."""
+        self._channel.send({"pace": compute_s})
 
     def join(self) -> None:
+        """If `joining`: wait until the others let this rank take part. `recover` follows."""
         self._channel.newer(self.view.number, {"ready": True})
         self.lost()
 
-    def follow(self) -> Iterator[np.ndarray]:
-        """If `joining`: yield the messages of rank 0's `Feed` until this rank may take part. `recover` follows.
-
-        After a loss another rank 0 begins again.
-        """
-        if self._leader is not None:
-            self._leader.blocks_rank = False  # the leader may wait long for rank 0
-        while self.view.number == self._channel.newest.number:
-            follower, ready = None, dict[str, Any](ready=True)
-            if self._leader is None:
-                follower = Follower(self._endpoint, self.job_key, self.number)
-                self.on_interrupt = follower.stop
-                ready["place"] = follower.place
-            self._channel.send(ready)
-            if self._channel.newest.number != self.view.number and follower is not None:
-                follower.stop()
-            try:
-                while (message := self._from_leader(follower)) is not None:
-                    yield message
-                    self.gather(None)  # all ranks of this host have used it
-                    if follower is not None:
-                        follower.acknowledge()
-            except PeerLost:  # there is a newer view, or this host's leader is gone
-                if self._channel.newest.number == self.view.number:
-                    time.sleep(0.1)
-            finally:
-                self.on_interrupt = lambda: None
-                if follower is not None:
-                    follower.close()
-        self.lost()
-
-    def _from_leader(self, follower: Follower | None) -> np.ndarray | None:
-        """Return the follower's next message on all ranks of this host; None if there are no more."""
-        if follower is None:
-            shared = swap(None, None, self._leader)
-            return shared if shared.size else None
-        message = follower.next()
-        for member in self._members:
-            swap(member, NOTHING if message is None else message, None)
-        return message
-
-    def admit(self, ranks: Sequence[int] | None = None) -> None:
+    def admit(self) -> None:
+        """Let hosts that have come back take part from the next step on, if there are any. `recover` follows then."""
         if self.rank == 0 and self._channel.newcomers and not self.suspended:
-            self._channel.newer(self.view.number, {"admit": self.view.number, "ranks": ranks})
+            self._channel.newer(self.view.number, {"admit": self.view.number})
             self.lost()
 
-    def hand_over(self, state: Callable[[], bytes]) -> bytes:
-        joining = self.gather(self.joining)
-        if not any(joining):
-            return b""
+    def hand_over(self, joining: Sequence[bool], state: Callable[[], bytes]) -> np.ndarray:
+        """Send rank 0's state to the ranks that are `joining`, and return it there. Collective."""
         own = np.frombuffer(state() if self.rank == 0 else b"", np.uint8)
-        hosts = {self._host_of[rank] for rank, joins in enumerate(joining) if joins}
-        if self._leaders is None:
-            return swap(None, None, self._leader).tobytes()
-        self._leaders.max_message_bytes = MAX_MESSAGE_BYTES
-        parts = [own if host in hosts else NOTHING for host in range(self._leaders.count)]
-        received = self._leaders.all_to_all(parts)[0]
-        for member in self._members:
-            swap(member, received, None)
-        return received.tobytes()
+        (size, *_), hosts = self.gather(own.size), {self._host_of[rank] for rank in range(self.size) if joining[rank]}
+        received = np.empty(size if self.joining else 0, np.uint8)
+        for begin in range(0, size, PIECE_BYTES):
+            piece, into = own[begin : begin + PIECE_BYTES], received[begin : begin + PIECE_BYTES]
+            if self._leaders is None:
+                swap(None, None, self._leader, into)
+                continue
+            self._leaders.max_message_bytes = PIECE_BYTES
+            parts = [piece if host in hosts else NOTHING for host in range(self._leaders.count)]
+            message = self._leaders.all_to_all(parts)[0]
+            into[:] = message
+            for member in self._members:
+                swap(member, message, None)
+        return received
 
     def interrupt(self) -> None:
         self.suspended = True
@@ -302,8 +250,6 @@ class ElasticCommunicator(TcpCommunicator):
         self._prepared = True
         self.gather_bytes(b"")
         self._commits, self._prepared = self._commits + 1, False
-        if isinstance(self.tap, Recorder):
-            self.tap.seal()
 
     def commit(self) -> None:
         try:
@@ -314,6 +260,10 @@ class ElasticCommunicator(TcpCommunicator):
                 raise Aborted from None
 
     def recover(self) -> bool:
+        """Connect to the members of the next view. Returns whether the interrupted transaction counts. Collective.
+
+        Until `resume`, `suspended` is True.
+        """
         while True:
             self.lost()
             with self._closing:
@@ -336,8 +286,6 @@ class ElasticCommunicator(TcpCommunicator):
         if self._commits < most - (1 if self._prepared else 0) and not self.joining:
             raise RuntimeError(f"this rank has committed {self._commits} times, another one {most} times")
         self._commits, self._prepared = most + complete, False
-        if isinstance(self.tap, Recorder) and counts:
-            self.tap.seal()
         self._channel.send({"joined": view.number})
         return counts
 
@@ -353,6 +301,7 @@ class ElasticCommunicator(TcpCommunicator):
             raise PeerLost("the members of the job changed")
 
     def resume(self) -> None:
+        """All members are at the same step and have divided the work again."""
         if not self.broken:
             self.suspended = False
         if self.broken:  # the newer view may have arrived in between

@@ -96,6 +96,15 @@ class Loader:
         least = _least(global_batch, size) * size
         return size <= global_batch and least <= (self._samples - consumed or self._samples)
 
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch."""
+        return self._samples
+
+    def can_continue(self, consumed: int) -> bool:
+        """Whether enough samples are left in an epoch for the ranks of this loader after the first `consumed` ones."""
+        return self.has_room(consumed, self._size, self._global_batch)
+
     def over(self, split: Split) -> Loader:
         """The same epochs over another view of the same items."""
         other = copy.copy(self)

@@ -37,9 +37,6 @@ class Replica(Vectors, Protocol):
         framework whose graph contains the exchange also updates each parameter as soon as its gradient has arrived.
         """
 
-    def blank(self) -> np.ndarray:
-        """Return `vector` with zeros instead of the results of a backward pass. `apply` follows."""
-
     def waited_s(self) -> float | None:
         """Return the seconds in which the last `backward` did nothing but wait for an exchange.
 

@@ -190,13 +190,6 @@ class TorchReplica:
         assert self._flat is not None
         return self._flat.memory if self._hooks else self._flat.vector(self._tail)
 
-    def blank(self) -> np.ndarray:
-        assert self._flat is not None
-        self._flat.gradients.zero_()
-        self._tail = torch.zeros_like(self._flat.tail)
-        self._scaler.scale(torch.zeros((), device=self._device))  # it makes the scale on first use
-        return self._flat.vector(self._tail)
-
     def tail(self) -> np.ndarray:
         return np.asarray(self._world.finish_sum(self._tail).cpu().numpy(), dtype=np.float64)
 

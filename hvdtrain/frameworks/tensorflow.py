@@ -200,11 +200,6 @@ class TensorFlowReplica:
             concatenate([*self._gradients, self._tail], out=self._vector)
         return self._vector
 
-    def blank(self) -> np.ndarray:
-        self._gradients, self._gathered = [], True
-        self._vector[:] = 0
-        return self._vector
-
     def tail(self) -> np.ndarray:
         return np.asarray(self._tail.numpy(), dtype=np.float64)
 

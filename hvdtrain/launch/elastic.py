@@ -201,12 +201,11 @@ class ElasticJob:
         elif "ready" in message:
             host = next(host for host in self._hosts if rank in host.ranks)
             host.ready.add(rank)
-            host.place = message.get("place", host.place)
             self._announce()
         elif "pace" in message:
             self._heed_pace(next(index for index, host in enumerate(self._hosts) if rank in host.ranks), rank, message)
         elif "admit" in message and message["admit"] == self._members.number:
-            self._admit(message["ranks"])
+            self._admit()
         elif "joined" in message and message["joined"] == self._members.number:
             self._joined.add(rank)
             if self._joined == {*self._ranks()}:
@@ -356,15 +355,11 @@ class ElasticJob:
 
     def _announce(self) -> None:
         """Send the members the number of ranks that are ready to take part. Rank 0 answers between two steps."""
-        hosts = [self._hosts[index] for index in self._newcomers()]
-        places = [host.place for host in hosts if host.place]
-        self._tell({"newcomers": sum(len(host.ranks) for host in hosts), "places": places})
+        self._tell({"newcomers": sum(len(self._hosts[index].ranks) for index in self._newcomers())})
 
-    def _admit(self, ranks: Sequence[int] | None) -> None:
-        """Rank 0 waits for the next view. `ranks`: a rank of each host to take in; None for all."""
+    def _admit(self) -> None:
+        """Take in the hosts that are ready. Rank 0 waits for the next view."""
         hosts = self._newcomers()
-        if ranks is not None:
-            hosts = [index for index in hosts if not {*ranks}.isdisjoint(self._hosts[index].ranks)]
         self._members.take_back(hosts)
         reason = arrival([self._hosts[index] for index in hosts])
         say(f"{reason} (view {self._members.number})")

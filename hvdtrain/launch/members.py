@@ -39,8 +39,6 @@ class Host:
     """Its ranks that have not ended"""
     ready: set[int] = dataclasses.field(default_factory=set)
     """After it was lost: its new ranks that are ready to take part again"""
-    place: list[Any] | None = None
-    """Where its first new rank waits for the state of rank 0: see `comm.feed`"""
     pace_s: dict[int, float] = dataclasses.field(default_factory=dict)
     """The newest report of each rank: how long it computes in a step"""
     slow: int = 0
@@ -73,7 +71,6 @@ class Host:
         self.line.send(job)
         self.heard_at, self.lost = time.monotonic() + START_S, False
         self.running, self.ready, self.pace_s, self.slow = {*self.ranks}, set(), {}, 0
-        self.place = None
 
     def stop(self) -> None:
         """End the connection to its agent at once."""

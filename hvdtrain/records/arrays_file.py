@@ -92,13 +92,13 @@ def read(path: Path, entry: dict[str, JSON]) -> Arrays:
     if sha256.hexdigest() != entry["sha256"]:
         raise ValueError(f"{path.name} is damaged (SHA-256 differs)")
     try:
-        return _views(buffer)
+        return views(buffer)
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path.name} is not a valid safetensors file ({type(error).__name__}: {error})") from None
 
 
-def _views(buffer: NDArray[np.uint8]) -> Arrays:
-    """The arrays in a file's bytes. Raises an error if they do not match the header."""
+def views(buffer: NDArray[np.uint8]) -> Arrays:
+    """The arrays in a file's bytes, as views of them. Raises an error if they do not match the header."""
     data = 8 + int.from_bytes(buffer[:8].tobytes(), "little")
     if not 8 < data <= min(len(buffer), _HEAD_BYTES):
         raise ValueError(f"a header of {data - 8} bytes in a file of {len(buffer)}")

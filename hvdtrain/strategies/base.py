@@ -69,7 +69,7 @@ class Strategy(abc.ABC):
 
     @property
     def shared_weights(self) -> np.ndarray | None:
-        """The weights that all ranks know while their own weights differ, as one float32 vector.
+        """The weights from which all ranks have trained on their own since, as one float32 vector.
 
         With them, `state` and each rank's own weights, a checkpoint can be made between exchanges. None while the ranks
         are `in_sync`, and for a strategy whose checkpoints have to wait until they are.
@@ -146,37 +146,16 @@ class Strategy(abc.ABC):
     def regroup(self) -> None:  # noqa: B027 (only elastic ones)
         """Prepare for exchanges with other members, which have all done the same number of steps. Collective."""
 
-    @property
-    def common_weights(self) -> np.ndarray | None:
-        """The weights from which all ranks have trained on their own since; None if those of the replica are equal."""
-        return None
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no exchange runs in the background."""
-        return True
-
     def newcomer_state(self) -> dict[str, np.ndarray]:
-        """Return what a new rank needs for the next exchange, besides the common weights and the optimizer's state."""
-        return self.counters()
+        """Return the part of `state` that a rank needs to take part from the next exchange on."""
+        return self.state()
 
-    def counters(self) -> dict[str, np.ndarray]:
-        """Return the part of `newcomer_state` that `replay` does not keep up to date."""
-        return {}
+    def welcome(self, replica: Vectors, state: dict[str, np.ndarray]) -> None:
+        """Take part from the next step on. `replica` has the weights that all ranks share.
 
-    def welcome(self, replica: Vectors, state: dict[str, np.ndarray]) -> None:  # noqa: B027 (only elastic ones)
-        """Take part from the next step on. `replica` has the common weights.
-
-        `state`: a member's `newcomer_state`, or after `replay` its `counters`.
+        `state`: a member's `newcomer_state`.
         """
-
-    def replay(self, replica: Vectors, vector: np.ndarray, lr: float, exchanges: int) -> None:
-        """Repeat the recorded exchanges of a step of the others, and so update the common weights of `replica`.
-
-        `vector`: zeros instead of gradients and tail. The leaders are a `comm.feed.Player`. Exchanges must not be
-        confirmed.
-        """
-        raise NotImplementedError(f"{type(self).__name__} is elastic, but has no method `replay`")
+        self.load(state)
 
     def state(self) -> dict[str, np.ndarray]:
         """Return what this rank needs to continue as if it had never been interrupted."""

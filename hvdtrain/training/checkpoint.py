@@ -125,7 +125,8 @@ class Checkpoints:
         self._shared = f"stage{self._stages[group.rank]}.safetensors" if cut else SHARED
         self._identity: dict[str, JSON] = json.loads(json.dumps(identity))
         self._check = check
-        self._rejected: set[int] = set()
+        self.rejected: set[int] = set()
+        """Steps whose checkpoints `newest` rejected: they are neither counted nor removed"""
         self.others = False
         """Whether `newest` rejected a checkpoint on this host because it belongs to another run"""
 
@@ -161,7 +162,7 @@ class Checkpoints:
         except Failure:
             saving.undo()
             raise
-        self._rejected.discard(step)
+        self.rejected.discard(step)
         if saving.writer:
             with contextlib.suppress(OSError):  # the save is complete; the next one removes old checkpoints again
                 self._prune(step)
@@ -183,10 +184,10 @@ class Checkpoints:
                 reasons = self._group.gather(reason)
                 if loaded and not any(reasons):
                     if name != _name(step):
-                        self._rejected.add(step)  # its successor is not on all hosts, so it is not one to keep
+                        self.rejected.add(step)  # its successor is not on all hosts, so it is not one to keep
                     return loaded
                 del loaded  # its memory is needed for the next one
-            self._rejected.add(step)
+            self.rejected.add(step)
             self._report(f"checkpoint {self._folder / _name(step)} rejected: {_first(reasons)}")
         kind = ("valid " if any(surveys) else "") + ("best " if best else "")
         self._report(f"no {kind}checkpoint in {self._folder}")
@@ -294,7 +295,7 @@ class Checkpoints:
         saved = []
         for name, other in self._names():
             with contextlib.suppress(Exception):
-                if name == _name(other) and other <= step and other not in self._rejected:
+                if name == _name(other) and other <= step and other not in self.rejected:
                     saved.append((name, self._manifest(name, other)["best"]))
         best = next((name for name, is_best in saved if is_best), None)
         for name in [name for name, _ in saved[self._keep :] if name != best]:

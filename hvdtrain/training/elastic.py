@@ -1,7 +1,6 @@
-"""How a run continues when its members change.
+"""What a change of members asks of a job: whether it can continue, how the work is divided again, whose files move.
 
-It divides the work again. If rank 0 is lost, its files move to the new rank 0. A rank of a host that has come back gets
-the state of rank 0, between two steps.
+See `membership` for when.
 """
 
 from __future__ import annotations
@@ -11,28 +10,22 @@ import json
 import os
 import shutil
 import time
-import zlib
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-from safetensors.numpy import load
 
 from hvdtrain import records
 from hvdtrain.comm.backends.base import Communicator
-from hvdtrain.comm.elastic import Aborted, ElasticCommunicator
-from hvdtrain.comm.errors import PeerLost
+from hvdtrain.comm.elastic import ElasticCommunicator
 from hvdtrain.config import batch_plan
 from hvdtrain.config.batch_plan import BatchPlan
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data.loader import Loader
-from hvdtrain.frameworks import Replica
 from hvdtrain.plan.profile import Profile, as_json
-from hvdtrain.records.arrays_file import pieces
 from hvdtrain.records.identity import differing
-from hvdtrain.strategies import Exchange, Strategy
+from hvdtrain.strategies import Exchange
 from hvdtrain.system import exits, files, locks
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import manifest, resume
@@ -41,34 +34,6 @@ from hvdtrain.training.train_state import Position
 
 if TYPE_CHECKING:
     from hvdtrain.training.job import Job
-
-T = TypeVar("T")
-LOST = (PeerLost, Aborted)
-"""What collective work raises if a host was lost"""
-
-
-@dataclasses.dataclass
-class Welcome:
-    """The message from rank 0 to a rank whose host has come back."""
-
-    position: dict[str, Any]
-    due: list[bool]
-    """Whether all ranks are about to compare their replicas, save a checkpoint and stop: see `Loop`"""
-    lock: str
-    """The job that holds the lock of the run folder: see `locks.job`"""
-    manifest: dict[str, Any]
-    metrics: str
-    """Rank 0's records from byte `metrics_at` on"""
-    metrics_at: int = 0
-
-    def as_bytes(self, arrays: dict[str, np.ndarray]) -> bytes:
-        document = zlib.compress(json.dumps(dataclasses.asdict(self)).encode())
-        return len(document).to_bytes(8, "little") + document + b"".join(pieces(arrays))
-
-    @classmethod
-    def read(cls, message: bytes) -> tuple[Welcome, dict[str, np.ndarray]]:
-        end = 8 + int.from_bytes(message[:8], "little")
-        return cls(**json.loads(zlib.decompress(message[8:end]))), load(message[end:])
 
 
 def obstacle(launcher: str, exchange: Exchange, config: TrainConfig) -> tuple[str, str] | None:
@@ -95,7 +60,7 @@ def check(launcher: str, exchange: Exchange, config: TrainConfig) -> None:
 
 
 def begun(job: Job, folder: Path) -> dict[str, Any]:
-    """Return what a host needs that comes back during the run: see `joined`."""
+    """Return what a host needs that comes back or is new during the run: see `joined`."""
     return {
         "folder": str(folder),
         "identity": job.run.identity(),
@@ -178,18 +143,24 @@ def records_number(world: Communicator, ranks: int) -> int:
     return world.number if world.number or not world.joining else ranks
 
 
-def copy_records(folder: Path, number: int, welcome: Welcome, earlier: str) -> None:
-    """Give a rank that has come back the manifest, and the records of rank 0, because its old records have a gap.
+def files_of_rank_0(folder: Path) -> dict[str, Any]:
+    """Return what `copy_records` needs on a rank whose host has come back or is new, as JSON."""
+    return {
+        "lock": locks.job(),
+        "manifest": json.loads((folder / manifest.NAME).read_text()),
+        "metrics": (folder / "metrics" / "rank0000.jsonl").read_text(),
+    }
 
-    `earlier`: rank 0's records up to a byte at or after `welcome.metrics_at`.
-    """
-    locks.join(welcome.lock)
+
+def copy_records(folder: Path, number: int, of_rank_0: Mapping[str, Any]) -> None:
+    """Give a rank the manifest and the records of rank 0, because its own records, if it has any, have a gap."""
+    locks.join(of_rank_0["lock"])
     if not (folder / manifest.NAME).exists():
-        records.write_document(folder / manifest.NAME, welcome.manifest)
+        records.write_document(folder / manifest.NAME, of_rank_0["manifest"])
     path = folder / "metrics" / f"rank{number:04d}.jsonl"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(earlier.encode()[: welcome.metrics_at] + welcome.metrics.encode())
+        path.write_text(of_rank_0["metrics"])
     except OSError as error:
         raise files.unwritable(path, error, "choose another --run-dir") from error
 
@@ -211,113 +182,6 @@ def take_over(folder: Path, rank: int) -> None:
         copy.rename(first)
     except OSError as error:
         raise files.unwritable(first, error, "choose another --run-dir") from error
-
-
-class Transactions:
-    """Repeats the collective work of a loop until it counts on all members. Without --elastic it only does the work."""
-
-    def __init__(
-        self,
-        world: Communicator,
-        replica: Replica,
-        strategy: Strategy,
-        adopt: Callable[[float], None],
-        learn: Callable[[np.ndarray], None],
-        hand_over: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`adopt(lost_s)` divides the work among the new members. Collective; it is repeated after PeerLost.
-
-        `learn` takes the totals of exchanges in the background that count. `hand_over` gives new ranks the state of the
-        run. Collective; repeated likewise.
-        """
-        self._world, self._replica, self._strategy = world, replica, strategy
-        self._adopt, self._learn, self._hand_over = adopt, learn, hand_over
-        self._noticed_s: float | None = None
-        self._began_s = 0.0
-        """Start of the current step, evaluation, check or save"""
-
-    def use(self, strategy: Strategy) -> None:
-        """The loop exchanges by another strategy from now on."""
-        self._strategy = strategy
-
-    def until_done(self, work: Callable[[], T]) -> T:
-        """Do collective work that changes nothing but running statistics, however many hosts are lost during it."""
-        while True:
-            done, result = self.attempt(work)
-            if done:
-                return result  # type: ignore[return-value]
-
-    def attempt(self, work: Callable[[], T], apply: Callable[[T], None] = lambda _: None) -> tuple[bool, T | None]:
-        """Do collective work, or return False if a host was lost. Then running statistics are as before.
-
-        `apply` uses the result if it counts, on all members and before others join. Not collective.
-        """
-        result: T | None = None
-        if not self._world.elastic:
-            result = work()
-            apply(result)
-            return True, result
-        before, done = self.statistics(), False
-        try:
-            result = work()
-            self._world.commit()
-            done = True
-        except LOST:
-            self._noticed_s = self._noticed_s or self._began_s
-            self._interrupt()
-            self._replica.load_local(before)
-        if done:
-            apply(result)  # type: ignore[arg-type]
-        self.regroup()
-        return done, result
-
-    def statistics(self) -> dict[str, np.ndarray]:
-        """Return a copy of the running statistics before a step, which changes them before its exchange.
-
-        Empty if not elastic.
-        """
-        self._began_s = time.perf_counter()
-        if not self._world.elastic:
-            return {}
-        return {name: array.copy() for name, array in self._replica.local_state().items()}
-
-    def _interrupt(self) -> None:
-        """Use the present connections no more, unless they are new: `commit` may have recovered before it failed."""
-        if not self._world.suspended:
-            self._world.lost()
-
-    def abandon(self, statistics: dict[str, np.ndarray]) -> None:
-        """Undo an interrupted step. `statistics`: those before it."""
-        self._noticed_s = self._noticed_s or self._began_s
-        self._interrupt()
-        self._strategy.abandon()
-        self._replica.load_local(statistics)
-        self.regroup()
-
-    def regroup(self) -> bool:
-        """After a loss, continue with the new members. Returns False if other ranks have done more steps."""
-        while self._world.suspended:
-            self._noticed_s = self._noticed_s or time.perf_counter()
-            try:
-                if self._world.broken:
-                    self._world.lost()
-                    self._strategy.wait_idle()
-                    counts = self._world.recover()
-                    settled = self._strategy.settle(self._replica, counts)
-                    if settled.totals is not None:
-                        self._learn(settled.totals)
-                if self._world.step < self._world.target and not self._world.joining:
-                    return False
-                self._hand_over()
-                self._strategy.regroup()
-                assert self._noticed_s is not None
-                self._adopt(time.perf_counter() - self._noticed_s)
-            except PeerLost:
-                self._world.lost()
-                continue
-            self._noticed_s = None
-            self._world.resume()
-        return True
 
 
 def view_record(world: ElasticCommunicator, at: Position, plan: BatchPlan, lost_s: float) -> records.View:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from safetensors.numpy import load
 
@@ -9,10 +11,13 @@ from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.frameworks import Replica
 from hvdtrain.records.arrays_file import pieces
 from hvdtrain.strategies import Strategy
+from hvdtrain.strategies.reducers.bfloat16 import from_bf16, to_bf16
 from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, Failure
 from hvdtrain.training.checkpoint import Loaded
 
 Arrays = dict[str, np.ndarray]
+COMMON = ("parameter.", "average.")
+"""How the names of arrays begin that never differ between ranks that are in sync"""
 
 
 def taken(replica: Replica, strategy: Strategy) -> tuple[Arrays, Arrays]:
@@ -32,25 +37,25 @@ def taken(replica: Replica, strategy: Strategy) -> tuple[Arrays, Arrays]:
     local = {f"buffer.{name}": array for name, array in replica.local_state().items()}
     local |= {f"strategy.{name}": array for name, array in strategy.state().items()}
     if strategy.capabilities.local_updates or strategy.capabilities.own_optimizer_state:
-        common = ("parameter.", "average.")
-        local |= {f"own.{name}": shared.pop(name) for name in list(shared) if not name.startswith(common)}
+        local |= {f"own.{name}": shared.pop(name) for name in list(shared) if not name.startswith(COMMON)}
     return shared, local | drift
 
 
-def for_newcomers(replica: Replica, strategy: Strategy, *, caught_up: bool = False) -> Arrays:
+def for_newcomers(replica: Replica, strategy: Strategy) -> Arrays:
     """Return the arrays that a new rank needs, from a rank that waits for no exchange: see `welcome`.
 
-    `caught_up`: the new rank has repeated the exchanges, so that it has the weights already.
+    The optimizer's state is rounded to bfloat16, so that less is sent. Weights are exact.
     """
-    local = {f"buffer.{name}": array for name, array in replica.local_state().items()}
-    if caught_up:
-        return local | {f"strategy.{name}": array for name, array in strategy.counters().items()}
-    own, common = replica.weights().copy(), strategy.common_weights
-    if common is not None:
-        replica.set_weights(common)
-    state = {f"state.{name}": array.copy() for name, array in replica.state().items()}
+    own, shared = replica.weights().copy(), strategy.shared_weights
+    if shared is not None:
+        replica.set_weights(shared)
+    state = {
+        f"state.{name}": to_bf16(np.ascontiguousarray(array)) if _is_rounded(name, array) else array.copy()
+        for name, array in replica.state().items()
+    }
     replica.set_weights(own)
-    return state | local | {f"strategy.{name}": array for name, array in strategy.newcomer_state().items()}
+    state |= {f"buffer.{name}": array for name, array in replica.local_state().items()}
+    return state | {f"strategy.{name}": array for name, array in strategy.newcomer_state().items()}
 
 
 def welcome(arrays: Arrays, replica: Replica, strategy: Strategy) -> None:
@@ -59,10 +64,22 @@ def welcome(arrays: Arrays, replica: Replica, strategy: Strategy) -> None:
     for name, array in arrays.items():
         prefix, _, rest = name.partition(".")
         parts[prefix][rest] = array
-    if parts["state"]:
-        replica.load(parts["state"])
+    state = parts["state"].items()
+    replica.load({name: from_bf16(array) if array.dtype == np.uint16 else array for name, array in state})
     replica.load_local(parts["buffer"])
     strategy.welcome(replica, parts["strategy"])
+
+
+def round_optimizer(replica: Replica) -> None:
+    """Round the optimizer's state as `for_newcomers` does, so that all ranks have the same. Idempotent."""
+    state = {name: np.ascontiguousarray(array) for name, array in replica.state().items()}
+    replica.load(
+        {name: from_bf16(to_bf16(array)) if _is_rounded(name, array) else array for name, array in state.items()}
+    )
+
+
+def _is_rounded(name: str, array: np.ndarray) -> bool:
+    return not name.startswith(COMMON) and array.dtype == np.float32 and array.size > 1
 
 
 def whole(replica: Replica, world: Communicator, *, gives: bool) -> Arrays:
@@ -110,12 +127,24 @@ def resharded(loaded: Loaded, strategy: Strategy) -> Arrays:
             "--stages, --cut-at and --stage-across",
             BAD_CONFIG,
         )
-    buffers = {name: array for each in loaded.others for name, array in each.items() if name.startswith("buffer.")}
-    own = {name: array for name, array in loaded.local.items() if not name.startswith("strategy.")} or {
-        name: np.mean([each[name] for each in loaded.others if name in each], axis=0, dtype=array.dtype)
+    own = {name: array for name, array in loaded.local.items() if not name.startswith("strategy.")}
+    own = own or _mean_buffers(loaded.others)
+    return own | {f"strategy.{name}": array for name, array in strategy.reshard_state(states).items()}
+
+
+def restore_model(loaded: Loaded, replica: Replica) -> None:
+    """Load the weights and running statistics of a checkpoint, to test them on any number of ranks."""
+    replica.load(loaded.shared)
+    buffers = loaded.local or _mean_buffers(loaded.others)
+    replica.load_local({name.removeprefix("buffer."): array for name, array in buffers.items()})
+
+
+def _mean_buffers(others: Sequence[Arrays]) -> Arrays:
+    buffers = {name: array for each in others for name, array in each.items() if name.startswith("buffer.")}
+    return {
+        name: np.mean([each[name] for each in others if name in each], axis=0, dtype=array.dtype)
         for name, array in buffers.items()
     }
-    return own | {f"strategy.{name}": array for name, array in strategy.reshard_state(states).items()}
 
 
 def _check_fit(step: int, saved: Arrays, needed: Arrays) -> None:

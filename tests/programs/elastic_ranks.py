@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,11 @@ import numpy as np
 from hvdtrain import strategies
 from hvdtrain.comm import lifecycle, world
 from hvdtrain.comm.backends import tcp
-from hvdtrain.comm.errors import PeerLost
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Clock
-from hvdtrain.training.elastic import LOST, Transactions
+from hvdtrain.strategies import Exchanged
+from hvdtrain.training.membership import ElasticMembership, Outcome
+from hvdtrain.training.train_state import Position
 
 SHAPES = ((60, 50), (50,), (80, 70), (70, 90), (30,))
 SIZE = sum(int(np.prod(shape)) for shape in SHAPES)
@@ -103,16 +105,29 @@ def main(stop: lifecycle.StopSignal) -> int:
             die_in_message(ranks, step, number)
     views: list[Any] = []
     unchanged: list[bool] = []
+    before: list[bytes] = []
     totals = np.zeros(2)
-    transactions = Transactions(
-        ranks, replica, strategy, lambda lost_s: views.append(list(ranks.view.ranks)), totals.__iadd__
-    )
 
-    def state() -> list[bytes]:
-        arrays = [replica.weights(), replica.momentum, replica.statistic, *strategy.state().values()]
-        return [np.asarray(array).tobytes() for array in arrays]
+    def learn(done: Exchanged) -> None:
+        if done.totals is not None:
+            totals.__iadd__(done.totals)
 
-    settle = strategy.settle
+    class Members(ElasticMembership):
+        """They have no work to divide."""
+
+        def _divide(self, lost_s: float) -> None:
+            views.append(list(ranks.view.ranks))
+            self._divisions += 1
+
+    at = Position()
+    state: Any = SimpleNamespace(replica=replica, strategy=strategy, at=at, learn=learn, job=None)
+    members = Members(state, ranks, None, None)
+
+    def arrays() -> list[bytes]:
+        all_arrays = [replica.weights(), replica.momentum, replica.statistic, *strategy.state().values()]
+        return [np.asarray(array).tobytes() for array in all_arrays]
+
+    settle, load_local = strategy.settle, replica.load_local
 
     def settled(replica: Any, counts: bool) -> Any:
         weights = replica.weights().copy()
@@ -121,36 +136,27 @@ def main(stop: lifecycle.StopSignal) -> int:
             unchanged.append(weights.tobytes() == replica.weights().tobytes())
         return done
 
-    strategy.settle = settled
+    def restored(statistics: Any) -> None:  # the last part of undoing a step
+        load_local(statistics)
+        if before:
+            unchanged.append(before == arrays())
+
+    def train() -> None:
+        replica.backward(at.step, ranks.rank, ranks.size, local)
+        for number in range(len(buckets)):
+            strategy.on_bucket_ready(number, replica.memory)
+        learn(strategy.step(replica, LR, clock))
+        at.step += 1
+
+    strategy.settle, replica.load_local = settled, restored  # type: ignore[method-assign]
     ranks.begin({})
-    step = 0
-    while step < STEPS:
-        ranks.step = step
-        before = state() if strategy.in_sync else []
-        statistics = transactions.statistics()
-        try:
-            if ranks.suspended and not local:
-                raise PeerLost("a host was lost")
-            replica.backward(step, ranks.rank, ranks.size, local)
-            for number in range(len(buckets)):
-                strategy.on_bucket_ready(number, replica.memory)
-            done = strategy.step(replica, LR, clock)
-        except LOST:
-            if not ranks.suspended:  # see Transactions._interrupt
-                ranks.lost()
-            strategy.abandon()
-            replica.load_local(statistics)
-            unchanged.append(before == state())
-            transactions.regroup()
-            continue
-        totals += 0 if done.totals is None else done.totals
-        step, ranks.step = step + 1, step + 1
-        transactions.regroup()
-    while not strategy.in_sync:
-        done = strategy.synchronize(replica, clock)
-        totals += 0 if done.totals is None else done.totals
-        transactions.regroup()
-    digests = transactions.until_done(lambda: ranks.gather(hashlib.sha256(replica.weights().tobytes()).hexdigest()))
+    while at.step < STEPS:
+        before = arrays() if strategy.in_sync else []
+        members.step(train)
+    before = []
+    while members.agree(lambda: learn(strategy.synchronize(replica, clock))) is Outcome.CHANGED:
+        pass
+    digests = members.until_done(lambda: ranks.gather(hashlib.sha256(replica.weights().tobytes()).hexdigest()))
     report = {
         "digests": digests,
         "unchanged": unchanged,
@@ -159,7 +165,7 @@ def main(stop: lifecycle.StopSignal) -> int:
         "view": ranks.view.number,
     }
     (folder / f"{own}.json").write_text(json.dumps(report))
-    transactions.until_done(lambda: None)
+    members.until_done(lambda: None)
     return 0
 
 

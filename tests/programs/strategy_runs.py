@@ -40,7 +40,7 @@ from hvdtrain.plan import choice
 from hvdtrain.strategies import CHOOSE, shares
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import adaptive, profiled
-from hvdtrain.training.loop import Loop
+from hvdtrain.training.duties import Choose
 
 sys.path.append(str(Path(__file__).parent.parent))
 from runs import cut_off
@@ -74,7 +74,7 @@ def chosen(choices: list[str], steps: list[int], rank: int, folder: Path, *, req
         patch.setattr(profiled, "AUTO_STEPS_S", 0.1)
         patch.setattr(profiled, "AUTO_CODING_S", 0.1)
         patch.setattr(choice, "choose", lambda *_: choice.Chosen(second if _[4:5] == (first,) else first, "forced"))
-        counted, choose = adaptive.Adaptive.add, Loop._choose
+        counted, choose = adaptive.Adaptive.add, Choose.apply
 
         def add(self: Any, *step: Any) -> None:
             self.steps = getattr(self, "steps", 0) + 1
@@ -83,18 +83,17 @@ def chosen(choices: list[str], steps: list[int], rank: int, folder: Path, *, req
         def asks(self: Any) -> float:
             return CHOOSE * (requests and getattr(self, "steps", 0) in steps)
 
-        def watched(self: Any) -> bool:
-            parts = (self._replica.state, self._replica.local_state)
+        def watched(self: Any, result: Any) -> None:
+            parts = (self._state.replica.state, self._state.replica.local_state)
             before = [digest(part()) for part in parts]
-            counts = choose(self)
+            choose(self, result)
             after = [digest(part()) for part in parts]
             around.append([before, after])
             (folder / f"around-{rank}.json").write_text(json.dumps(around))
-            return counts
 
         patch.setattr(adaptive.Adaptive, "add", add)
         patch.setattr(adaptive.Adaptive, "request", property(asks))
-        patch.setattr(Loop, "_choose", watched)
+        patch.setattr(Choose, "apply", watched)
         yield
 
 

@@ -94,7 +94,7 @@ class LeaderGroup:
     def all_gather_streamed(self, part: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Send a part to all other hosts; yield (host, bytes) for each host's part, this host's last.
 
-        All parts have the same length. An exchange ends with it if all hosts get the same result: see `comm.feed`.
+        All parts have the same length.
         """
         yield from self.all_to_all_streamed(lambda _: part, even=True)
         yield self.index, part.view(np.uint8)
@@ -146,17 +146,13 @@ class Communicator:
     framework = ""
     """torch or tensorflow"""
     elastic = False
-    """Whether the job continues if a host is lost: see `comm.elastic`. Otherwise the next attributes never change"""
+    """Whether these ranks are an `ElasticCommunicator`, whose members can change"""
     suspended = False
-    """Whether a host was lost, and `resume` has not been called since"""
+    """Whether the members changed, and the ranks have not continued together since"""
     joining = False
     """Whether this rank's host has come back, and does not have the state of the run yet"""
     begun: Mapping[str, Any] = {}
     """If `joining`: what the others passed to `begin`"""
-    step = 0
-    """Steps that this rank has done, which it reports in `recover`"""
-    target = 0
-    """After `recover`: the most steps that a rank has done"""
     _group: RankGroup | None = None
     _owns_group = False
     _local_bytes_taken = 0
@@ -222,36 +218,12 @@ class Communicator:
             return arrays
         return {name: self.broadcast(array, name) for name, array in arrays.items()}
 
-    # --- the loss of a host, and its return --------------------------------------------------------------------------
-
-    @property
-    def broken(self) -> bool:
-        """Whether the ranks are not connected, until `recover` has connected them again."""
-        return False
+    # --- the loss of a host ------------------------------------------------------------------------------------------
 
     @property
     def number(self) -> int:
         """The launcher's number of this rank, which never changes."""
         return self.rank
-
-    def begin(self, run: Mapping[str, Any]) -> None:
-        """From now on the job may continue without a lost host. `run`: what hosts that come back need, as JSON."""
-
-    def report_pace(self, compute_s: float) -> None:
-        """Report how long this rank computed in a step, so that a host that became slow can be put out."""
-
-    def join(self) -> None:
-        """If `joining`: wait until the others let this rank take part. `recover` follows."""
-
-    def admit(self, ranks: Sequence[int] | None = None) -> None:
-        """Let hosts that have come back take part from the next step on, if there are any. `recover` follows then.
-
-        `ranks`: a rank of each of them; None for all.
-        """
-
-    def hand_over(self, state: Callable[[], bytes]) -> bytes:
-        """Send rank 0's state to the ranks that are `joining`. Returns it there. Collective."""
-        return b""
 
     def confirm(self) -> None:
         """End a transaction: wait until all ranks hold the result of the collective work before. Raises PeerLost."""
@@ -261,16 +233,6 @@ class Communicator:
 
     def lost(self) -> None:
         """Interrupt all transfers, because a peer is lost."""
-
-    def recover(self) -> bool:
-        """Connect to the members of the next view. Returns whether the interrupted transaction counts. Collective.
-
-        Until `resume`, `suspended` is True.
-        """
-        raise NotImplementedError("these ranks cannot continue without a lost host")
-
-    def resume(self) -> None:
-        """All members are at the same step and have divided the work again."""
 
     # --- gradient vectors, reduced in three steps ------------------------------------------------------------------
 

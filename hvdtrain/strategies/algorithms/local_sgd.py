@@ -110,8 +110,7 @@ class LocalSGD(Synchronous):
 
     @property
     def shared_weights(self) -> np.ndarray | None:
-        """Without `staleness` a checkpoint waits for the end of the round."""
-        return None if self.in_sync or not self.settings.staleness else self._anchor
+        return None if self.in_sync else self._anchor
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         tail, (samples, all_samples) = replica.tail(), replica.share()
@@ -235,34 +234,11 @@ class LocalSGD(Synchronous):
         if self._drifted:  # the lost hosts' samples of this round are lost with their changes
             self._all_samples = sum(self._world.gather(self._samples))
 
-    @property
-    def is_idle(self) -> bool:
-        return not self._in_flight
-
-    @property
-    def common_weights(self) -> np.ndarray | None:
-        return None if self.in_sync else self._anchor
-
     def newcomer_state(self) -> dict[str, np.ndarray]:
         residual = f"inner.{self._reducer.residual_key}"
         state = {name: array for name, array in self.state().items() if name.startswith("inner.") and name != residual}
-        return state | {"velocity": self._velocity} | self.counters()
-
-    def counters(self) -> dict[str, np.ndarray]:
-        round_ = np.array([self._drifted, 0, self._all_samples])
-        return {"steps": np.array(self._steps), "round": round_, "totals": np.zeros_like(self._tail)}
-
-    def replay(self, replica: Vectors, vector: np.ndarray, lr: float, exchanges: int) -> None:
-        if self._steps < self.settings.start:
-            self._steps += 1
-            super().replay(replica, vector, lr, exchanges)
-            self._anchor = replica.weights().copy()
-            return
-        for _ in range(exchanges):
-            vector[:] = 0
-            reduce(self._world, self._reducer, vector, self._size)
-            self._anchor = self._anchor + self._outer(vector[: self._size])
-        replica.set_weights(self._anchor)
+        state |= {"steps": np.array(self._steps), "velocity": self._velocity, "totals": np.zeros_like(self._tail)}
+        return state | {"round": np.array([self._drifted, 0, self._all_samples])}
 
     def welcome(self, replica: Vectors, state: dict[str, np.ndarray]) -> None:
         super().welcome(replica, state)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.observe.timing import Clock
-from hvdtrain.strategies.algorithms.synchronous import Synchronous, reduce, with_totals
+from hvdtrain.strategies.algorithms.synchronous import Synchronous, with_totals
 from hvdtrain.strategies.base import ReducerCost
 from hvdtrain.strategies.cost import Cost, Layout, Shape
 from hvdtrain.strategies.reducers.base import Reducer
@@ -74,7 +74,9 @@ class Overlapped(Synchronous):
     def on_bucket_ready(self, bucket: int, vector: np.ndarray, ready: Callable[[], None] | None = None) -> None:
         if self.paused:
             return
-        reducer, piece, size = self._piece(bucket, vector)
+        span, reducer = self._buckets[bucket]
+        # The first bucket is at the end of the vector and includes the tail.
+        piece, size = vector[span.start :] if bucket == 0 else vector[span], span.stop - span.start
 
         def exchange() -> int:
             if ready:
@@ -82,21 +84,6 @@ class Overlapped(Synchronous):
             return self._reduced(reducer, piece, size)
 
         self._pending = [*self._pending, self._thread.submit(exchange)]
-
-    def _piece(self, bucket: int, vector: np.ndarray) -> tuple[Reducer, np.ndarray, int]:
-        """Return a bucket's reducer, its part of the vector, and the number of gradients in it."""
-        span, reducer = self._buckets[bucket]
-        # The first bucket is at the end of the vector and includes the tail.
-        return reducer, vector[span.start :] if bucket == 0 else vector[span], span.stop - span.start
-
-    def replay(self, replica: Vectors, vector: np.ndarray, lr: float, exchanges: int) -> None:
-        if not self._buckets:
-            super().replay(replica, vector, lr, exchanges)
-            return
-        for bucket in range(len(self._buckets)):
-            reducer, piece, size = self._piece(bucket, vector)
-            reduce(self._world, reducer, piece, size)
-        replica.apply(lr)
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         vector = replica.vector()

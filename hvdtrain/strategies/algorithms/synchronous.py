@@ -81,12 +81,6 @@ class Synchronous(Strategy):
 
     def welcome(self, replica: Vectors, state: dict[str, np.ndarray]) -> None:
         self.load(self.state() | state)
-        for reducer in self._reducers():
-            reducer.drop_residual()  # of replays
-
-    def replay(self, replica: Vectors, vector: np.ndarray, lr: float, exchanges: int) -> None:
-        reduce(self._world, self._reducer, vector, self._size)
-        replica.apply(lr)
 
     def state(self) -> dict[str, np.ndarray]:
         return self._reducer.state()

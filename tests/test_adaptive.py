@@ -69,6 +69,7 @@ def saved(folder: Path, step: int) -> Any:
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+@pytest.mark.slow
 def test_a_change_of_strategy_carries_everything_over(tmp_path: Path, framework: str) -> None:
     """From exact sums to local steps and back. A resume before or after a change equals the uninterrupted run."""
 
@@ -104,6 +105,7 @@ def test_a_change_of_strategy_carries_everything_over(tmp_path: Path, framework:
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_a_link_that_becomes_slow_makes_all_ranks_choose_in_the_same_step(cluster: Cluster, tmp_path: Path) -> None:
     """Exact sums of 1.3 MB need 0.5 s at 20 Mbit/s. `auto` measures the links again when they slow down and recover."""
     folder = tmp_path / "run"

@@ -127,6 +127,7 @@ def test_of_two_ranks_that_differ_the_second_is_named() -> None:
         ("torch", 2, "mpirun", "--epochs 2 --strategy local-sgd:every=3,staleness=1 --check-replicas 5", 8, 16),
     ],
 )
+@pytest.mark.slow
 def test_a_disturbed_rank_stops_the_run_and_is_named(
     framework: str, ranks: int, launcher: str, flags: str, disturbed_before: int, steps: int, tmp_path: Path
 ) -> None:

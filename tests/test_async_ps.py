@@ -99,6 +99,7 @@ def test_workers_agree_on_the_last_step_before_any_passes_it(workers: int, seed:
     ("framework", "ranks", "servers", "launcher"),
     [("torch", 4, 3, "mpirun"), ("torch", 2, 0, "horovodrun --gloo"), ("tensorflow", 2, 1, "mpirun")],
 )
+@pytest.mark.slow
 def test_the_weights_are_the_initial_ones_minus_all_updates(
     framework: str, ranks: int, servers: int, launcher: str, tmp_path: Path
 ) -> None:
@@ -226,6 +227,7 @@ def test_one_worker_resumes_exactly(tmp_path: Path) -> None:
     assert {step.staleness for step in read_run(tmp_path / "whole")["step"]} == {0}
 
 
+@pytest.mark.slow
 def test_ranks_stop_after_the_same_step_and_resume(tmp_path: Path) -> None:
     flags = [*SERVED, "--framework", "torch", "--batch-size", "16", "--checkpoint-steps", "9"]
     with started(3, tmp_path, *flags, "--epochs", "40") as process:
@@ -251,6 +253,7 @@ def dying(rank: int, step: int) -> list[str]:
     return [*SURVIVE, str(PROGRAMS / "strategy_disturbed.py"), "torch", "killed", str(rank), str(step)]
 
 
+@pytest.mark.slow
 def test_a_dead_worker_does_not_stop_the_others(tmp_path: Path) -> None:
     flags = [*ASYNC, "--batch-size", "24", "--epochs", "2", "--json", "--run-dir", str(tmp_path)]
     done = launch(3, [*dying(2, 25), *flags])
@@ -268,6 +271,7 @@ def test_a_dead_worker_does_not_stop_the_others(tmp_path: Path) -> None:
     assert epochs[-1].train_loss < epochs[0].train_loss
 
 
+@pytest.mark.slow
 def test_the_death_of_a_server_ends_the_job(tmp_path: Path) -> None:
     flags = [*SERVED, "--epochs", "40", "--run-dir", str(tmp_path)]
     done = launch(3, [*dying(1, 3), *flags])
@@ -276,6 +280,7 @@ def test_the_death_of_a_server_ends_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_two_hosts_send_the_predicted_bytes(cluster: Cluster, tmp_path: Path) -> None:
     words = ["launch/mpirun.sh", "-H", "a:2,b:2", sys.executable, "-m", "hvdtrain.resnet", *ASYNC, "--json"]
     summary = document(cluster.on("a", *words, "--epochs", "2", "--run-dir", str(tmp_path / "run")))
@@ -287,6 +292,7 @@ def test_two_hosts_send_the_predicted_bytes(cluster: Cluster, tmp_path: Path) ->
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_a_host_whose_only_rank_dies_is_excluded(cluster: Cluster, tmp_path: Path) -> None:
     words = ["launch/mpirun.sh", "--survive", "-H", "a:1,b:1", sys.executable, *dying(1, 20)[len(SURVIVE) :], *SMALL]
     words += ["--strategy", "async-ps:servers=1", "--epochs", "2", "--json", "--run-dir", str(tmp_path)]

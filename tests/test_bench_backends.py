@@ -12,6 +12,7 @@ BENCH = [sys.executable, "tools/bench_backends.py"]
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_each_case_is_measured_with_each_backend() -> None:
     flags = ["--quick", "--hosts", "2", "--rates", "100mbit", "--ranks-per-host", "1,2", "--json"]
     done = finished([*BENCH, *flags, "--operations", "sum-1,sum-1000,pairs-100", "--name", unique()])

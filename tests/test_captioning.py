@@ -142,6 +142,7 @@ def runs(small: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.slow
 def test_resumed_equals_uninterrupted(framework: str, small: str, runs: Path, tmp_path: Path) -> None:
     whole, cut = runs / "allreduce", runs / "cut"
     if framework == "tensorflow":
@@ -193,6 +194,7 @@ def test_captions_need_the_image_and_the_best_epoch_is_tested(tmp_path: Path) ->
         assert summary["tested_step"] == (best + 1) * summary["steps"] // 12
 
 
+@pytest.mark.slow
 def test_two_stages_equal_one_process(small: str, tmp_path: Path) -> None:
     """Bit for bit, with dropout and captions of unequal length; `caption` reads their checkpoint."""
     flags = ["--data", small, *TINY, "--global-batch-size", "60", "--micro-batches", "3", "--epochs", "2"]
@@ -216,6 +218,7 @@ def test_every_strategy_trains(strategy: str, runs: Path) -> None:
     assert set(found["summary"][-1].test_scores) == {"accuracy", *names}
 
 
+@pytest.mark.slow
 def test_photographs_from_end_to_end_with_vgg16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,6 +60,7 @@ SPOILED = {
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_survivors_lose_nothing_and_each_broken_law_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--faults", "2", "--seed", "14", "--kinds", "host,rank-0", "--rates", "unlimited", "--out", str(tmp_path)]
     done = finished([*CHAOS, *words, "--json", "--name", unique()])

@@ -285,6 +285,7 @@ def test_status_shows_a_broken_link(cluster: Cluster) -> None:
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_horovodrun_trains_on_two_hosts(cluster: Cluster, tmp_path: Path) -> None:
     if shutil.which("horovodrun", path=environment()["PATH"]) is None:
         pytest.skip("no horovodrun in this environment: run `make setup`")

@@ -126,7 +126,8 @@ def test_the_readme_is_short_and_ci_runs_its_commands() -> None:
     readme = (ROOT / "README.md").read_text()
     assert readme.count("\n") <= 120
     assert {"    make demo ", "    make test "} <= {line[:14] for line in readme.splitlines()}
-    assert "\nstep make test\n" in (ROOT / ".ci" / "run").read_text()
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert "\nstep as_user make demo\n" in ci and "\nstep as_user make test " in ci
 
 
 def session() -> list[str]:
@@ -136,6 +137,7 @@ def session() -> list[str]:
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_the_readme_typed_in_order_is_one_session(tmp_path: Path) -> None:
     """In a clone, with a cluster name that no other test uses. Every command has three minutes."""
     clone, name = tmp_path / "hvdtrain", unique()

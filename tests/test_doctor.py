@@ -81,6 +81,7 @@ def script(path: Path, text: str) -> Path:
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_a_healthy_cluster_with_one_link_that_is_slow_one_way(cluster: Cluster) -> None:
     slow = ["rate", "10mbit", "burst", "16kb", "latency", "200ms"]
     must(cluster.on("a", "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *slow))

@@ -69,6 +69,7 @@ def test_a_rank_in_the_next_epoch_and_one_in_the_evaluation_continue_together(tm
     assert len(found["epoch"]) == 3
 
 
+@pytest.mark.slow
 def test_a_host_that_becomes_slow_stays_with_a_smaller_share(tmp_path: Path) -> None:
     """At the end of an epoch and after the loss of rank 0, batches are divided by the pace of the ranks."""
     folder, roles = tmp_path / "run", json.dumps({"slow": [2, 10], "dies": [0, 25]})
@@ -91,6 +92,7 @@ def test_a_host_that_becomes_slow_stays_with_a_smaller_share(tmp_path: Path) -> 
     assert ":".join(f"{share:g}" for share in view.shares) + " from step" in shown["divisions"]
 
 
+@pytest.mark.slow
 def test_auto_chooses_again_when_members_change(tmp_path: Path) -> None:
     """From exact sums to local steps and back.
 
@@ -251,6 +253,7 @@ def check_samples(run: Any, samples: int) -> None:
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_training_continues_without_rank_0_and_without_a_host_whose_link_is_cut(four: Cluster, tmp_path: Path) -> None:
     """Every replica is compared after each step. Rank 0's records, checkpoints and summary move to another rank."""
     folder = tmp_path / "run"
@@ -283,6 +286,7 @@ def test_training_continues_without_rank_0_and_without_a_host_whose_link_is_cut(
 
 @pytest.mark.root
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+@pytest.mark.slow
 def test_local_sgd_continues_and_keeps_the_local_changes(framework: str, four: Cluster, tmp_path: Path) -> None:
     folder, strategy = tmp_path / "run", "local-sgd:every=2,staleness=1+powersgd:rank=4,bits=4"
     flags = ["--strategy", strategy, "--epochs", "4", "--check-replicas", "1", "--checkpoint-steps", "4"]
@@ -307,6 +311,7 @@ def test_local_sgd_continues_and_keeps_the_local_changes(framework: str, four: C
     ("framework", "strategy", "host"),
     [("torch", "powersgd", "a"), ("tensorflow", "local-sgd:every=2,staleness=1+powersgd:rank=4,bits=4", "c")],
 )
+@pytest.mark.slow
 def test_a_lost_host_comes_back(framework: str, strategy: str, host: str, four: Cluster, tmp_path: Path) -> None:
     """The others give it their state between two steps. Every replica is compared after each step or averaging."""
     folder = tmp_path / "run"
@@ -337,6 +342,7 @@ def test_a_lost_host_comes_back(framework: str, strategy: str, host: str, four: 
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_hosts_come_back_one_after_the_other(four: Cluster, tmp_path: Path) -> None:
     """The second one connects to the first, which has two ranks. Replicas and the average of the weights are equal."""
     folder = tmp_path / "run"
@@ -361,6 +367,7 @@ def test_hosts_come_back_one_after_the_other(four: Cluster, tmp_path: Path) -> N
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_new_hosts_take_part_and_spares_wait(four: Cluster, tmp_path: Path) -> None:
     """The hostfile gets a line that is wrong, a name that is unknown and a host with two ranks. Then the host of rank 0
     is lost, and a spare one takes its place. Every replica is compared after each step."""
@@ -417,6 +424,7 @@ def views(folder: Path) -> Any:
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_a_host_that_becomes_slow_is_put_out(four: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     flags = ["--strategy", "powersgd", "--epochs", "200", "--checkpoint-epochs", "0", "--evaluate-samples", "32"]
@@ -440,6 +448,7 @@ def test_a_host_that_becomes_slow_is_put_out(four: Cluster, tmp_path: Path) -> N
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_without_faults_the_run_equals_one_without_elastic_bit_by_bit(four: Cluster, tmp_path: Path) -> None:
     weights = []
     for name, launcher in (("plain", []), ("elastic", ["--elastic"])):

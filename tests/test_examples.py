@@ -17,6 +17,7 @@ ON_HOSTS = str(ROOT / "tests" / "programs" / "on_hosts.py")
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.slow
 def test_example(example: Path, tmp_path: Path) -> None:
     pytest.importorskip("keras" if "import keras" in example.read_text() else "torch")
     done = launch(2, [str(example)], extra={"HVDTRAIN_RUN_DIR": str(tmp_path / "run")})
@@ -31,6 +32,7 @@ def test_example(example: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+@pytest.mark.slow
 def test_horovods_synthetic_benchmark(framework: str, tmp_path: Path) -> None:
     """If only the import changes, the final weights are Horovod's with each backend and launcher."""
     pytest.importorskip("keras" if framework == "tensorflow" else "torch")
@@ -52,6 +54,7 @@ def test_horovods_synthetic_benchmark(framework: str, tmp_path: Path) -> None:
             np.testing.assert_allclose(other[name], values, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_own_model_over_hosts_sends_less_with_powersgd(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     sent = "--strategy", "powersgd:rank=4", "--run-dir", str(tmp_path / "run")

@@ -179,6 +179,7 @@ KNOWN: dict[str, tuple[Raw, Callable[[Path, str], list[np.ndarray]]]] = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.slow
 def test_every_format_gives_the_outputs_of_evaluation(name: str, runs: Path, exported: Path) -> None:
     """Loaded in a process that cannot import hvdtrain; both frameworks' own models give the same outputs too."""
     own = {framework: KNOWN[name][1](runs / name, framework) for framework in ("torch", "tensorflow")}

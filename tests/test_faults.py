@@ -118,6 +118,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         ("mpirun", "write", [1], ""),
     ],
 )
+@pytest.mark.slow
 def test_a_rank_that_others_wait_for_is_reported_with_its_stack_and_ends_the_job_unless_it_is_busy(
     launcher: str, what: str, reported: list[int], ends: str
 ) -> None:
@@ -135,6 +136,7 @@ def test_a_rank_that_others_wait_for_is_reported_with_its_stack_and_ends_the_job
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_a_long_transfer_is_not_a_stall(cluster: Cluster) -> None:
     """Rank 2 waits for the first rank of its host during the whole transfer."""
     throttle(cluster, "10mbit")
@@ -150,6 +152,7 @@ def fault_messages(output: str) -> list[str]:
     return re.findall(r"hvdtrain: .*; ending the job; .*", output)
 
 
+@pytest.mark.slow
 def test_stopped_ranks_and_killed_launchers_end_the_job(start: Callable[..., Job]) -> None:
     """The jobs with a killed launcher run while the deadline of the stopped ranks passes."""
     stopped = [start("mpirun"), start("horovodrun --gloo")]
@@ -178,6 +181,7 @@ def test_a_killed_rank_ends_the_job_on_all_hosts(launcher: str, cluster: Cluster
 
 @pytest.mark.root
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+@pytest.mark.slow
 def test_a_killed_ssh_session_ends_the_job_on_all_hosts(
     launcher: str, cluster: Cluster, start: Callable[..., Job]
 ) -> None:
@@ -191,6 +195,7 @@ def test_a_killed_ssh_session_ends_the_job_on_all_hosts(
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_a_cut_link_ends_jobs_but_an_interruption_and_a_slow_transfer_do_not(
     cluster: Cluster, start: Callable[..., Job]
 ) -> None:
@@ -241,6 +246,7 @@ def datagrams(cluster: Cluster, way: str) -> list[int]:
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_records_have_the_throttle_goodput_and_bytes_of_each_host(cluster: Cluster, tmp_path: Path) -> None:
     throttle(cluster, "100mbit")
     folder = tmp_path / "run"
@@ -271,6 +277,7 @@ def test_records_have_the_throttle_goodput_and_bytes_of_each_host(cluster: Clust
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_a_job_resumes_from_the_last_checkpoint_after_a_killed_rank(cluster: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     flags = [*SMALL, "--epochs", "40", "--checkpoint-steps", "3", "--run-dir", str(folder)]

@@ -474,6 +474,7 @@ def test_polling_ranks_sleep_on_a_host_with_a_cpu_quota() -> None:
     ],
     ids=["mpirun-term", "horovodrun-int", "gloo-usr1"],
 )
+@pytest.mark.slow
 def test_signals_save_a_checkpoint_on_two_hosts(
     cluster: Cluster, tmp_path: Path, launcher: list[str], number: signal.Signals
 ) -> None:

@@ -57,6 +57,7 @@ def job(cluster: Cluster, mpi: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_ranks_on_two_hosts(cluster: Cluster, mpi: Path, tmp_path: Path) -> None:
     words = job(cluster, mpi, "--logs", str(tmp_path / "logs"), sys.executable, "-c", PROGRAM)
     done = subprocess.run(words, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=LIMIT_S)

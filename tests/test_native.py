@@ -62,6 +62,7 @@ def tensorflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("framework", "backend"), [("torch", "gloo"), ("tensorflow", "grpc")])
+@pytest.mark.slow
 def test_native_trains_as_allreduce(framework: str, backend: str, request: pytest.FixtureRequest) -> None:
     own, horovod = (report(request.getfixturevalue(framework) / name) for name in ("native", "horovod"))
     np.testing.assert_allclose(losses(own), losses(horovod), rtol=1e-6)
@@ -105,6 +106,7 @@ def test_sigterm_still_makes_a_checkpoint_with_tensorflow(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("framework", "launcher"), [("torch", "torchrun"), ("tensorflow", "horovodrun --gloo")])
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job_and_is_named_once(framework: str, launcher: str, tmp_path: Path) -> None:
     done = launch(2, [str(PROGRAMS / "failing.py"), framework, "native", str(tmp_path / "died")], launcher)
     assert done.returncode != 0
@@ -114,6 +116,7 @@ def test_a_killed_rank_ends_the_job_and_is_named_once(framework: str, launcher: 
     assert "died unexpectedly" in output
 
 
+@pytest.mark.slow
 def test_ranks_restarted_by_torchrun_ignore_the_old_entries_of_its_store() -> None:
     words = ["torchrun", "--nproc-per-node=2", "--max-restarts=1", f"--master-port={free_port()}"]
     done = finished([*words, str(PROGRAMS / "torchrun_restarted.py")])
@@ -140,6 +143,7 @@ def test_hooks_require_pytorch() -> None:
         strategies.resolve(TrainConfig(strategy="native:hook=fp16", framework="tensorflow"))
 
 
+@pytest.mark.slow
 def test_the_predicted_bytes_of_powersgd_are_pytorchs() -> None:
     counted = document(launch(0, [str(PROGRAMS / "native_powersgd.py"), "1", "2", "4"]))
     assert len(counted) == 3
@@ -160,6 +164,7 @@ def test_a_port_in_use_is_skipped() -> None:
 @pytest.mark.parametrize(
     ("framework", "launcher", "ranks"), [("torch", "mpirun.sh", 3), ("tensorflow", "horovodrun.sh --gloo", 2)]
 )
+@pytest.mark.slow
 def test_between_hosts_the_links_interface_carries_the_data(
     framework: str, launcher: str, ranks: int, cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -175,6 +180,7 @@ def test_between_hosts_the_links_interface_carries_the_data(
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_ranks_that_compute_hardly_send(cluster: Cluster) -> None:
     """Only heartbeats of the sentinel and of TensorFlow's coordination service are sent."""
     words = ["launch/mpirun.sh", "-H", "a:1,b:1", "python", str(PROGRAMS / "native_idle.py"), "tensorflow"]

@@ -37,6 +37,7 @@ def check(found: list[Any], steps: int | None = None) -> None:
         (3, "hierarchical", {"fp16": True}, [[0, 3, 2]]),
     ],
 )
+@pytest.mark.slow
 def test_torch_continues_from_the_last_commit(
     hosts: int,
     strategy: str,
@@ -57,6 +58,7 @@ def test_torch_continues_from_the_last_commit(
         assert all(steps >= committed for steps, committed, *_ in report["resets"]), "a commit was lost"
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_back_continues_with_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVDTRAIN_STRATEGY", "powersgd:rank=2")
     words = [*TORCH, str(tmp_path), "[[0, 3, 2]]", '{"sleep_s": 1.0}']
@@ -68,6 +70,7 @@ def test_a_rank_that_comes_back_continues_with_the_others(tmp_path: Path, monkey
     assert [[size for *_, size in report["resets"]] for report in found] == [[2, 3], [2, 3], [3]]
 
 
+@pytest.mark.slow
 def test_a_spare_host_takes_the_place_of_a_lost_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVDTRAIN_STRATEGY", "local-sgd:every=2")
     hostfile = tmp_path / "hosts"
@@ -82,12 +85,14 @@ def test_a_spare_host_takes_the_place_of_a_lost_one(tmp_path: Path, monkeypatch:
     assert [[size for *_, size in report["resets"]] for report in found] == [[1, 2], [2]]
 
 
+@pytest.mark.slow
 def test_the_same_script_runs_on_horovod(tmp_path: Path) -> None:
     done = launch(2, [*TORCH, str(tmp_path), "[]"], "horovodrun")
     assert done.returncode == 0, done.stderr[-3000:]
     check(reports(tmp_path), 36)
 
 
+@pytest.mark.slow
 def test_keras_continues_from_the_last_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank dies in `fit` with local-sgd, another one in a loop with a gradient tape and powersgd."""
     monkeypatch.setenv("HVDTRAIN_STRATEGY", "powersgd")
@@ -101,6 +106,7 @@ def test_keras_continues_from_the_last_commit(tmp_path: Path, monkeypatch: pytes
     assert report["resets"] == [[0, 2, 1, 2], [4, 0, 0, 1]]
 
 
+@pytest.mark.slow
 def test_keras_runs_in_a_single_process(tmp_path: Path) -> None:
     done = launch(0, [*KERAS, str(tmp_path), "{}"])
     assert done.returncode == 0, done.stderr[-3000:]

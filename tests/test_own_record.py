@@ -51,6 +51,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_run_folder_has_measurements_and_logged_values(runs: Path) -> None:
     manifest = records.read_document(runs / "two" / "manifest.json", records.Manifest)
     assert (manifest.workload, manifest.config["strategy"]) == ("own_recorded", "allreduce")

@@ -41,6 +41,7 @@ def assert_equal_weights(fits: Any, pairs: dict[str, str]) -> None:
         np.testing.assert_allclose(weights(fits[name]), weights(fits[expected]), rtol=1e-4, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_calls_return_the_same_results_on_both_backends() -> None:
     assert script("hierarchical")["calls"] == script("")["calls"]
 

@@ -32,6 +32,7 @@ def on_horovod() -> Any:
     ("launcher", "strategy", "words"),
     [("mpirun", "", ["late"]), ("torchrun", "", []), ("horovodrun --gloo", "powersgd", [])],
 )
+@pytest.mark.slow
 def test_both_backends_return_the_same_results(launcher: str, strategy: str, words: list[str], on_horovod: Any) -> None:
     on_tcp = calls(launcher, strategy, *words)
     assert (on_tcp["backend"], on_horovod["backend"]) == ("tcp", "Horovod")

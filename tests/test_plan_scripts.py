@@ -21,6 +21,7 @@ def plan(script: Path, *words: str) -> Any:
     return document(launch(0, ["-m", "hvdtrain.cli", "plan", str(script), *words, *strategies, "--json"]))
 
 
+@pytest.mark.slow
 def test_a_plan_times_the_steps_of_a_script_and_changes_nothing(tmp_path: Path) -> None:
     planned, alone = tmp_path / "planned", tmp_path / "alone"
     for folder in (planned, alone):
@@ -75,6 +76,7 @@ def test_tensorflow_optimizers_refuse_auto() -> None:
     fails(lambda: job.wanted("auto:exact"), 78, "TensorFlow's optimizers", "or use hvdtrain.train")
 
 
+@pytest.mark.slow
 def test_auto_in_a_script_equals_the_strategy_that_all_ranks_choose() -> None:
     """The program compares, and raises if a check fails."""
     done = launch(2, [str(PROGRAMS / "own_auto.py")], "torchrun")
@@ -83,6 +85,7 @@ def test_auto_in_a_script_equals_the_strategy_that_all_ranks_choose() -> None:
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+@pytest.mark.slow
 def test_auto_of_exact_sums_in_hvdtrain_train_equals_exact_sums(framework: str, tmp_path: Path) -> None:
     pytest.importorskip("keras" if framework == "tensorflow" else "torch")
     program = str(PROGRAMS / "own_train_auto.py")

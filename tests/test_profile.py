@@ -59,6 +59,7 @@ def observed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return framework, run
 
 
+@pytest.mark.slow
 def test_the_trace_contains_the_operations_of_the_requested_steps(observed: tuple[str, Path]) -> None:
     framework, run = observed
     if framework == "tensorflow":  # TensorBoard's plugin reads these files

@@ -76,6 +76,7 @@ def test_evaluation_does_not_depend_on_the_number_of_ranks(
         ("tensorflow", "mpirun", "native"),
     ],
 )
+@pytest.mark.slow
 def test_a_rank_that_raises_ends_the_job_and_prints_its_traceback_last(
     framework: str, launcher: str, strategy: str
 ) -> None:

@@ -7,6 +7,7 @@ from conftest import ROOT, document, launch
 
 
 @pytest.mark.parametrize("strategy", ["powersgd", "native:hook=powersgd,rank=1"])
+@pytest.mark.slow
 def test_a_replay_sleeps_and_exchanges(strategy: str) -> None:
     flags = ["--width", "0.125", "--compute-s", "0.2", "--steps", "3", "--threads", "1", "--strategy", strategy]
     report = document(launch(2, [str(ROOT / "tools" / "replay.py"), "--framework", "torch", *flags]))

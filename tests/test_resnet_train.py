@@ -117,6 +117,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.slow
 def test_one_process_trains_and_leaves_a_whole_run_folder(framework: str, whole: Whole) -> None:
     folder, summary = whole(framework)
     assert set(summary) >= SUMMARY_KEYS
@@ -206,6 +207,7 @@ def test_resumed_equals_uninterrupted(ranks: int, extra: list[str], before: int,
     assert first == second
 
 
+@pytest.mark.slow
 def test_a_prepared_folder_of_photographs_trains(tmp_path: Path) -> None:
     """Patches of the two photographs that scikit-learn ships, told apart after three epochs."""
     photographs = {"china": load_sample_image("china.jpg"), "flower": load_sample_image("flower.jpg")}
@@ -323,6 +325,7 @@ def test_a_loss_that_is_no_number_stops_the_run_with_step_and_rate(tmp_path: Pat
     assert re.search("the loss is .*at step .*learning rate", line)
 
 
+@pytest.mark.slow
 def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
     """The loss of a step is that before its update: here the first update is too large."""
     flags = ["--lr", "1e39", "--warmup-epochs", "0", "--checkpoint-steps", "1", "--run-dir", str(tmp_path), *SMALL]
@@ -371,6 +374,7 @@ def test_bad_input_under_a_launcher_is_said_once() -> None:
     assert "a global batch of 1 is too small for 2 ranks" in done.stderr
 
 
+@pytest.mark.slow
 def test_hosts_that_share_no_folder_one_of_which_has_a_run_there_do_not_begin(tmp_path: Path) -> None:
     """Old records would be among the new."""
     (tmp_path / "there" / "run").mkdir(parents=True)

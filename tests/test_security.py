@@ -166,6 +166,7 @@ class Host:
         self.mouth.close()
 
 
+@pytest.mark.slow
 def test_the_sentinel_survives_strangers_and_still_notices_a_lost_host() -> None:
     """Sends floods, deeply nested JSON, forged and empty datagrams. Then a host falls silent, and this is noticed."""
     secret, hosts = os.urandom(auth.KEY_BYTES), [Host(0), Host(1)]
@@ -282,6 +283,7 @@ def test_strangers_reach_only_the_decoy_of_a_shared_port() -> None:
     ("framework", "backend"),
     [("torch", "tcp"), ("torch", "native"), ("tensorflow", "native")],
 )
+@pytest.mark.slow
 def test_a_job_on_one_host_admits_no_strangers(framework: str, backend: str) -> None:
     report = document(launch(2, [str(PROGRAMS / "listening.py"), framework, backend], "horovodrun --gloo"))
     assert report["sum"] == [2.0, 1.0]

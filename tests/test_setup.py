@@ -184,6 +184,7 @@ def test_disk_full(checkout: Path, tmp_path: Path) -> None:
     assert "MB free in" in last_line(done) and "hint: free some space" in last_line(done)
 
 
+@pytest.mark.slow
 def test_no_package_index_then_repair(checkout: Path) -> None:
     """Without an index, set-up fails. It repairs an incomplete environment and marks it as unfinished until it is done.
 
@@ -250,6 +251,7 @@ def test_hostile_archives_are_not_unpacked(tmp_path: Path, name: str, kind: byte
 
 @pytest.mark.root
 @pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs the distribution's own Python")
+@pytest.mark.slow
 def test_the_distributions_python_unpacks_the_source_for_a_normal_user() -> None:
     """From an empty cache, up to the compiler. Debian 12 has Python 3.11.2."""
     with tempfile.TemporaryDirectory() as folder:

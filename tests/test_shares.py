@@ -223,6 +223,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, output
 
 
+@pytest.mark.slow
 def test_measuring_changes_nothing_and_resumed_equals_uninterrupted(runs: tuple[Path, str], tmp_path: Path) -> None:
     """Compare a measured run, stopped and resumed, with a run of the shares that it printed."""
     cut, whole = runs[0] / "cut", tmp_path / "whole"

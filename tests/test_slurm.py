@@ -59,6 +59,7 @@ def hosts(folder: Path) -> list[str]:
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_usr1_saves_a_checkpoint_and_the_requeued_job_resumes_with_its_four_ranks(
     nodes: SlurmCluster, tmp_path: Path
 ) -> None:
@@ -97,6 +98,7 @@ def seen(folder: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_usr1_to_the_job_steps_requeues(nodes: SlurmCluster, tmp_path: Path) -> None:
     """Without --batch Slurm signals only the other node, whose ranks end the job with 75."""
     job = start(nodes, tmp_path)
@@ -157,6 +159,7 @@ def test_a_job_must_be_submitted_from_the_checkout(nodes: SlurmCluster, tmp_path
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_an_elastic_job_needs_no_ssh_and_takes_a_node_back(nodes: SlurmCluster, tmp_path: Path) -> None:
     run, output, ssh = tmp_path / "run", tmp_path / "out", tmp_path / "bin" / "ssh"
     program(ssh, f"#!/bin/sh\ntouch {tmp_path}/called\n")

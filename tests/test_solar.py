@@ -148,6 +148,7 @@ def test_tensorflow_s_stages_equal_the_whole_cnn() -> None:
         np.testing.assert_allclose(found, known, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_sweeps_of_the_study_run_on_a_reduced_grid(tmp_path: Path) -> None:
     """With ten minutes of the Oahu grid, like a user: prepare, sweep, plot."""
     (tmp_path / "20100322.txt").write_text(oahu(81, 600))

@@ -486,6 +486,7 @@ def test_two_stages_equal_one_process_bit_for_bit(trained: Callable[..., Path]) 
     assert not [name for name, array in one.items() if not np.array_equal(array, two[name])]
 
 
+@pytest.mark.slow
 def test_stages_combined_with_replicas(trained: Callable[..., Path], tmp_path: Path) -> None:
     """BatchNorm sees smaller micro-batches in each replica, so the weights only resemble the weights of one process."""
     flags = [*FLAGS, "--stages", "2"]
@@ -502,6 +503,7 @@ def test_stages_combined_with_replicas(trained: Callable[..., Path], tmp_path: P
     assert 0 < np.abs(shift).mean() < 2e-2
 
 
+@pytest.mark.slow
 def test_a_run_resumed_with_other_stages_equals_an_uninterrupted_one(
     trained: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -516,6 +518,7 @@ def test_a_run_resumed_with_other_stages_equals_an_uninterrupted_one(
     assert all(np.array_equal(array, resumed[name]) for name, array in one.items())
 
 
+@pytest.mark.slow
 def test_a_killed_stage_ends_the_job(tmp_path: Path) -> None:
     flags = [*SMALL[:4], "--epochs", "400", "--framework", "torch", "--stages", "3", "--run-dir", str(tmp_path / "run")]
     words = started_by(3, ["-m", "hvdtrain.resnet", *flags])
@@ -531,6 +534,7 @@ def test_a_killed_stage_ends_the_job(tmp_path: Path) -> None:
     until(lambda: not any(is_rank(path, tmp_path / "run") for path in ranks), 100)
 
 
+@pytest.mark.slow
 def test_stages_in_tensorflow_equal_one_process(trained: Callable[..., Path]) -> None:
     flags = ("--framework", "tensorflow", "--epochs", "1")
     one, two = arrays(trained(0, *flags)), arrays(trained(2, *flags, "--stages", "2", "--cut-at", "layer2.1"))
@@ -540,6 +544,7 @@ def test_stages_in_tensorflow_equal_one_process(trained: Callable[..., Path]) ->
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_the_bytes_on_the_network_are_those_of_the_formula(tmp_path: Path) -> None:
     """Plus at most 8 % for headers and acknowledgements."""
     flags = ["--rates", "100mbit", "--models", "small", "--rows", "stages2", "--rounds", "1", "--json"]

@@ -221,6 +221,7 @@ def test_one_rank_resumes_a_run_of_three_ranks_on_two_hosts(runs: Runs, tmp_path
 
 
 @pytest.mark.parametrize("runs", ["torch"], indirect=True)
+@pytest.mark.slow
 def test_two_hosts_resume_a_run_of_three_ranks_or_reject_it(runs: Runs, tmp_path: Path) -> None:
     """The residuals are resharded, and local-sgd, whose ranks have different weights, refuses."""
     whole, local = tmp_path / "powersgd", tmp_path / "local-sgd"
@@ -464,6 +465,7 @@ def test_residuals_of_gradients_never_reach_weight_changes(reducer: str) -> None
 # --- as users start it ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_signal_to_mpirun_stops_a_run_and_it_resumes(tmp_path: Path) -> None:
     flags = [*CALM, "--strategy", "powersgd", "--epochs"]
     with started(2, tmp_path, *flags, "10000") as process:
@@ -482,6 +484,7 @@ def test_a_signal_to_mpirun_stops_a_run_and_it_resumes(tmp_path: Path) -> None:
     assert summary["steps"] == 8 * epochs
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
     """It dies during an exchange: it is stopped first, so that the other rank waits for it."""
     words = ["-m", "hvdtrain.resnet", *CALM, "--epochs", "10000", "--checkpoint-epochs", "0", "--strategy", "bf16"]
@@ -539,6 +542,7 @@ CONTROL = 60_000
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_the_network_carries_each_hosts_data_once(cluster: Cluster, tmp_path: Path) -> None:
     """With two ranks per host, a ring over ranks would send 1.5 times as much. Each reducer's own tests compare its
     bytes with `cost`."""

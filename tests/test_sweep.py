@@ -410,6 +410,7 @@ def test_answers_are_in_the_order_of_the_questions() -> None:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_shipped_sweeps_pass_the_dry_run(path: Path, tmp_path: Path) -> None:
     """One experiment of each grid; reading the file has checked the keys and the strategies of all."""
     first = {one.settings.get("label"): one.name for one in reversed(grid.experiments(file.read(path))[0])}

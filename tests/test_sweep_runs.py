@@ -120,6 +120,7 @@ def test_under_sudo_runs_and_records_belong_to_the_calling_user(monkeypatch: pyt
         assert {path.owner() for path in (sweep.root, *sweep.root.rglob("*"))} == {"nobody"}
 
 
+@pytest.mark.slow
 def test_a_continued_sweep_repeats_no_finished_run_and_reports_failures(sweep: Command) -> None:
     process = sweep.start()
     await_file("tried/ranks-*/logs/launch.log", sweep.root, process)
@@ -161,6 +162,7 @@ def test_a_continued_sweep_repeats_no_finished_run_and_reports_failures(sweep: C
     assert sweep.folders() == sorted([*names, f"{before[0]}-other1"])
 
 
+@pytest.mark.slow
 def test_a_sweep_of_a_command_passes_flags_and_variables_and_hides_secrets(tmp_path: Path) -> None:
     text = f"""protocol = "E"
 [[grid]]
@@ -198,6 +200,7 @@ HVDTRAIN_MONITOR_MS = 100
     assert [run["state"] for run in document["runs"]] == ["kept"]
 
 
+@pytest.mark.slow
 def test_energy_runs_use_sensors_and_experiments_without_gpus_are_skipped(sweep: Command) -> None:
     sweep.file.write_text(
         f'protocol = "T,E"\ncooldown_s = 0.2\norder = "as-written"\n{SMALL}'
@@ -244,6 +247,7 @@ def test_errors_are_found_before_the_first_run(sweep: Command, change: str, code
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_a_full_disk_stops_the_sweep_and_it_continues_when_there_is_space(sweep: Command) -> None:
     sweep.root.mkdir()
     sweep.file.write_text(f'{SMALL}[[grid]]\nlauncher = "none"\n')
@@ -260,6 +264,7 @@ def test_a_full_disk_stops_the_sweep_and_it_continues_when_there_is_space(sweep:
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_a_sweep_starts_hosts_throttles_their_links_and_removes_them(sweep: Command) -> None:
     sweep.file.write_text(
         f'off_percent = 50\n{SMALL}checkpoint_epochs = 0\n[cluster]\nvirtual = ["a", "b"]\n'
@@ -295,6 +300,7 @@ def test_a_sweep_starts_hosts_throttles_their_links_and_removes_them(sweep: Comm
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_fill_keeps_the_other_hosts_busy_and_a_stopped_sweep_removes_all_hosts(sweep: Command) -> None:
     text = SMALL.replace("epochs = 1", "epochs = 50") + '[cluster]\nvirtual = ["a", "b"]\nfill = true\n'
     sweep.file.write_text(text + "[[grid]]\nhosts = 1\n")

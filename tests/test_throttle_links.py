@@ -352,6 +352,7 @@ def test_a_failure_in_the_middle_changes_nothing(cluster: Cluster, tmp_path: Pat
     assert on_cluster(cluster, "clear").returncode == 0
 
 
+@pytest.mark.slow
 def test_nothing_passes_unlimited_while_a_rate_changes(cluster: Cluster) -> None:
     """The rate changes repeatedly during an ssh stream, and no more data arrives than the rates allow."""
     assert on_cluster(cluster, "10mbit").returncode == 0

@@ -20,6 +20,7 @@ def on_cluster(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess
     return finished([THROTTLE, *arguments, "--name", cluster.name], cwd="/")
 
 
+@pytest.mark.slow
 def test_verify_measures_every_link_and_judges_by_its_tolerance(cluster: Cluster) -> None:
     """The measured rate depends on other load, but no message may arrive sooner than the rate allows."""
     assert on_cluster(cluster, "10mbit").returncode == 0
@@ -69,6 +70,7 @@ def test_verify_finds_a_link_that_lets_short_messages_through(cluster: Cluster) 
     assert on_cluster(cluster, "clear").returncode == 0
 
 
+@pytest.mark.slow
 def test_other_machines_through_ssh(cluster: Cluster) -> None:
     """Virtual hosts stand for machines: a runs b's throttle.sh, which shapes both directions of eth0.
 

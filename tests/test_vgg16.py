@@ -81,6 +81,7 @@ def test_published_numbers() -> None:
     assert parameters()["classifier.0.weight"] == (4096, 512 * 7 * 7)
 
 
+@pytest.mark.slow
 def test_random_weights_keep_activations_at_one_size_through_the_whole_network() -> None:
     arrays, images = random_weights(3), smooth_images(2)
     ours = Vgg16Torch(arrays, "torchvision")(images)

@@ -51,6 +51,7 @@ def from_keras(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path,
     (folder / "vgg16.safetensors").unlink()
 
 
+@pytest.mark.slow
 def test_keras_arrays_give_keras_features(from_keras: tuple[Path, np.ndarray]) -> None:
     path, theirs = from_keras
     arrays, preprocessing, digest = open_weights(path)

@@ -32,10 +32,10 @@ from hvdtrain.frameworks import Replica
 from hvdtrain.plan.profile import Profile, as_json
 from hvdtrain.records.arrays_file import pieces
 from hvdtrain.records.identity import differing
-from hvdtrain.strategies import Exchange, Strategy
+from hvdtrain.strategies import Exchange, Exchanged, Strategy
 from hvdtrain.system import exits, files, locks
 from hvdtrain.system.exits import Failure
-from hvdtrain.training import manifest, resume
+from hvdtrain.training import manifest, run_folder
 from hvdtrain.training.balance import Balance
 from hvdtrain.training.train_state import Position
 
@@ -99,6 +99,7 @@ def begun(job: Job, folder: Path) -> dict[str, Any]:
     return {
         "folder": str(folder),
         "identity": job.run.identity(),
+        **run_folder.alike(job.run.config, job.run.data["fingerprint"]),
         "shares": job.run.plan.shares,
         "auto": job.auto,
         "profile": as_json(job.profile) if job.profile else None,
@@ -111,14 +112,14 @@ def joined(job: Job) -> tuple[Job, Path]:
     For --strategy auto it has the profile of another rank, because all ranks choose alike.
     Raises Failure (78) if the others have other settings.
     """
-    run, world = job.run, job.ranks
-    if differences := differing(world.begun["identity"], json.loads(json.dumps(run.identity()))):
+    run, world, begun = job.run, job.ranks, job.ranks.begun
+    own = {"identity": run.identity(), **run_folder.alike(run.config, run.data["fingerprint"])}
+    if differences := differing({name: begun[name] for name in own}, json.loads(json.dumps(own))):
         raise Failure(
-            f"{world.host} has other settings than the running job: {'; '.join(differences)}; hint: use the same "
-            "version of hvdtrain and the same data on all hosts",
+            f"{world.host} has other settings than the running job: {'; '.join(differences)}; hint: give all hosts "
+            "the same options, version of hvdtrain and data, as they were when the job started",
             exits.BAD_CONFIG,
         )
-    begun = world.begun
     plan = dataclasses.replace(run.plan, shares=tuple(begun["shares"]) if begun["shares"] else None)
     profile = msgspec.convert(begun["profile"], Profile) if begun["profile"] else None
     run = dataclasses.replace(run, plan=plan)
@@ -130,14 +131,21 @@ def has_room(job: Job, world: Communicator, consumed: int) -> bool:
     if not isinstance(world, ElasticCommunicator) or not world.newcomers:
         return True
     size = world.size + world.newcomers
-    return job.loader.has_room(consumed, size, resume.global_batch(job.run.config, size))
+    return job.loader.has_room(consumed, size, _global_batch(job, size))
+
+
+def _global_batch(job: Job, ranks: int) -> int:
+    """Return the samples per step of `ranks` ranks, in a run that began anew or was resumed: see `divided`."""
+    config, plan = job.run.config, job.run.plan
+    return config.global_batch_size or round(plan.global_batch * ranks / plan.ranks)
 
 
 def divided(job: Job, world: Communicator, balance: Balance | None) -> tuple[Loader, BatchPlan]:
     """Return the loader and the plan of a job for its present members. Collective.
 
-    A global batch that was given stays, and each rank takes more of it. Otherwise each rank keeps its batch, so the
-    global batch changes, and --lr-scaling applies. With unequal shares, a rank of a new host gets their mean.
+    A global batch that was given stays, and each rank takes more of it. Otherwise each rank keeps the batch that it had
+    when this job started, so the global batch changes, and --lr-scaling applies. With unequal shares, a rank of a new
+    host gets their mean.
     """
     config, shares = job.run.config, job.run.plan.shares
     if balance is not None:
@@ -145,7 +153,7 @@ def divided(job: Job, world: Communicator, balance: Balance | None) -> tuple[Loa
     elif shares is not None and isinstance(world, ElasticCommunicator):
         mean = sum(shares) / len(shares)
         shares = tuple(shares[rank] if rank < len(shares) else mean for rank in world.view.ranks)
-    batch = resume.global_batch(config, world.size)
+    batch = _global_batch(job, world.size)
     loader = job.loader.among(world.rank, world.size, batch, shares)
     plan = batch_plan.batch_plan(config, world.size, batch, loader.steps_per_epoch, shares)
     return loader, plan
@@ -222,13 +230,13 @@ class Transactions:
         replica: Replica,
         strategy: Strategy,
         adopt: Callable[[float], None],
-        learn: Callable[[np.ndarray], None],
+        learn: Callable[[Exchanged], None],
         hand_over: Callable[[], None] = lambda: None,
     ) -> None:
         """`adopt(lost_s)` divides the work among the new members. Collective; it is repeated after PeerLost.
 
-        `learn` takes the totals of exchanges in the background that count. `hand_over` gives new ranks the state of the
-        run. Collective; repeated likewise.
+        `learn` takes what has arrived by exchanges in the background that count. `hand_over` gives new ranks the state
+        of the run. Collective; repeated likewise.
         """
         self._world, self._replica, self._strategy = world, replica, strategy
         self._adopt, self._learn, self._hand_over = adopt, learn, hand_over
@@ -303,9 +311,7 @@ class Transactions:
                     self._world.lost()
                     self._strategy.wait_idle()
                     counts = self._world.recover()
-                    settled = self._strategy.settle(self._replica, counts)
-                    if settled.totals is not None:
-                        self._learn(settled.totals)
+                    self._learn(self._strategy.settle(self._replica, counts))
                 if self._world.step < self._world.target and not self._world.joining:
                     return False
                 self._hand_over()

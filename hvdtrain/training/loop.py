@@ -31,7 +31,7 @@ from hvdtrain.frameworks import Replica
 from hvdtrain.observe.progress import Progress
 from hvdtrain.observe.timing import WARMUP_STEPS, Clock, Spent, process_age_s, step_shares
 from hvdtrain.plan.choice import Chosen
-from hvdtrain.strategies import STOP, parse
+from hvdtrain.strategies import STOP, Exchanged, parse
 from hvdtrain.system import exits, locks
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import consistency, elastic, manifest, observers, snapshot
@@ -79,7 +79,7 @@ class Loop:
             replica,
             job.strategy,
             self._adopt,
-            lambda totals: self._at.learn(totals),
+            self._learn,
             self._joining.hand_over,
         )
         self._observers = observers.Observers(
@@ -174,8 +174,7 @@ class Loop:
                 self._at.step = self._world.step = self._world.target
                 return None
             done = self._strategy.synchronize(self._replica, self._clock)
-            if done.totals is not None:
-                self._at.learn(done.totals)
+            self._learn(done)
             self._at.bytes_sent += done.sent_bytes
             return None
         return True
@@ -270,10 +269,7 @@ class Loop:
                 self._replica.average(decay, self._strategy.shared_weights)
         self._joining.add_step(lr, decay)
         for each in done:
-            if each.totals is not None:
-                at.learn(each.totals)
-            self._stopping |= each.stop
-            self._choose_due |= each.choose  # short epochs may end before a request arrives in a step
+            self._learn(each)
         loss = done[0].loss
         if not math.isfinite(loss):
             raise Failure(
@@ -313,6 +309,13 @@ class Loop:
         self._steps_here += 1
         self._steps_of_strategy += 1
         return loss
+
+    def _learn(self, done: Exchanged) -> None:
+        """Take the totals and the requests of all ranks that an exchange has brought."""
+        if done.totals is not None:
+            self._at.learn(done.totals)
+        self._stopping |= done.stop
+        self._choose_due |= done.choose  # short epochs may end before a request arrives in a step
 
     def _choose(self) -> bool:
         """Choose the strategy again and change it if that pays, while all ranks have the same weights.
@@ -476,7 +479,7 @@ class Loop:
         loaded = self._checkpoints.newest(best=True)
         if loaded is None:
             return self._at.step
-        self._restore(loaded)
+        snapshot.restore_model(loaded, self._replica)
         return loaded.step
 
     def _save(self, best: bool = False) -> bool:

@@ -3,6 +3,7 @@
     launch/mpirun.sh --elastic -H 127.0.0.1:1,127.0.0.2:1,... python elastic_ranks.py FOLDER STRATEGY KILLS
 
 KILLS is a JSON list of [rank, step, n]: from that step on, the rank dies in its n-th message, half of which it sends.
+Rank 2 requests a stop in step 3.
 Each survivor writes FOLDER/RANK.json. Used by test_elastic.py.
 """
 
@@ -24,6 +25,7 @@ from hvdtrain.comm.backends import tcp
 from hvdtrain.comm.errors import PeerLost
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Clock
+from hvdtrain.strategies import STOP, Exchanged
 from hvdtrain.training.elastic import LOST, Transactions
 
 SHAPES = ((60, 50), (50,), (80, 70), (70, 90), (30,))
@@ -38,12 +40,12 @@ class Replica:
         self._weights, self.momentum = np.zeros(SIZE, np.float32), np.zeros(SIZE, np.float32)
         self.memory, self.statistic = np.zeros(SIZE + 3, np.float32), np.zeros(4, np.float32)
 
-    def backward(self, step: int, rank: int, ranks: int, local: bool) -> None:
+    def backward(self, step: int, rank: int, ranks: int, local: bool, request: float) -> None:
         samples = SAMPLES + rank
         self._share = samples, sum(SAMPLES + each for each in range(ranks))
         random = np.random.default_rng([step, rank])
         self.memory[:SIZE] = random.normal(size=SIZE) * samples / (samples if local else self._share[1])
-        self.memory[SIZE:] = samples, samples, 0
+        self.memory[SIZE:] = samples, samples, request
         self.statistic += random.normal()
 
     def vector(self) -> np.ndarray:
@@ -103,10 +105,14 @@ def main(stop: lifecycle.StopSignal) -> int:
             die_in_message(ranks, step, number)
     views: list[Any] = []
     unchanged: list[bool] = []
-    totals = np.zeros(2)
-    transactions = Transactions(
-        ranks, replica, strategy, lambda lost_s: views.append(list(ranks.view.ranks)), totals.__iadd__
-    )
+    totals, stopped = np.zeros(2), False
+
+    def learn(done: Exchanged) -> None:
+        nonlocal totals, stopped
+        totals += 0 if done.totals is None else done.totals
+        stopped |= done.stop
+
+    transactions = Transactions(ranks, replica, strategy, lambda lost_s: views.append(list(ranks.view.ranks)), learn)
 
     def state() -> list[bytes]:
         arrays = [replica.weights(), replica.momentum, replica.statistic, *strategy.state().values()]
@@ -131,7 +137,7 @@ def main(stop: lifecycle.StopSignal) -> int:
         try:
             if ranks.suspended and not local:
                 raise PeerLost("a host was lost")
-            replica.backward(step, ranks.rank, ranks.size, local)
+            replica.backward(step, ranks.rank, ranks.size, local, STOP * (ranks.number == 2 and step == 3))
             for number in range(len(buckets)):
                 strategy.on_bucket_ready(number, replica.memory)
             done = strategy.step(replica, LR, clock)
@@ -143,12 +149,12 @@ def main(stop: lifecycle.StopSignal) -> int:
             unchanged.append(before == state())
             transactions.regroup()
             continue
-        totals += 0 if done.totals is None else done.totals
+        learn(done)
         step, ranks.step = step + 1, step + 1
         transactions.regroup()
     while not strategy.in_sync:
         done = strategy.synchronize(replica, clock)
-        totals += 0 if done.totals is None else done.totals
+        learn(done)
         transactions.regroup()
     digests = transactions.until_done(lambda: ranks.gather(hashlib.sha256(replica.weights().tobytes()).hexdigest()))
     report = {
@@ -156,6 +162,7 @@ def main(stop: lifecycle.StopSignal) -> int:
         "unchanged": unchanged,
         "views": views,
         "totals": totals.tolist(),
+        "stopped": stopped,
         "view": ranks.view.number,
     }
     (folder / f"{own}.json").write_text(json.dumps(report))

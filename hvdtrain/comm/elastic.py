@@ -19,10 +19,10 @@ next view between two steps (`admit`), and sends them the rest (`hand_over`).
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import socket
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +36,7 @@ from hvdtrain.comm.errors import PeerLost
 from hvdtrain.comm.feed import Follower, Place, Recorder
 from hvdtrain.comm.stream import MAX_MESSAGE_BYTES, swap
 from hvdtrain.launch.agent import FD
+from hvdtrain.launch.line import HELLO, MOST_BYTES, TO_RANK, BrokenLine, decoded, encoded
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
@@ -43,6 +44,7 @@ CONNECT_S = 5.0
 """Time for the members of a new view to connect. A further lost host is noticed in less"""
 JOIN_S = 300.0
 """Time for the slowest rank to start"""
+AGENT = "the agent of this host"
 PACE_STEPS = 10
 """Steps whose median a rank reports to the launcher"""
 
@@ -86,7 +88,8 @@ class Channel:
         self._gathers = 0
         self.on_view: Callable[[], None] = lambda: None
         reader = self._socket.makefile("rb")
-        hello = json.loads(reader.readline())
+        hello = decoded(reader.readline(), HELLO, AGENT)
+        assert hello is not None
         self.number, self.local_rank, self.local_size = hello["rank"], hello["local_rank"], hello["local_size"]
         self.job_key = bytes.fromhex(hello["job_key"])
         self.addresses: dict[str, str] = hello["addresses"]
@@ -102,17 +105,23 @@ class Channel:
 
     def send(self, message: dict[str, Any]) -> None:
         with self._sending:
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
+            self._socket.sendall(encoded(message))
 
     def _read(self, reader: Any) -> None:
-        for line in reader:
-            message = json.loads(line)
+        while line := reader.readline(MOST_BYTES):
+            try:
+                message = decoded(line, TO_RANK, AGENT)
+            except BrokenLine as broken:
+                print(f"hvdtrain: rank {self.number}: {broken}", file=sys.stderr, flush=True)
+                break
+            if message is None:
+                continue
             with self._changed:
                 if "view" in message:
                     self.newest = View.read(message["view"])
                 elif "newcomers" in message:
                     self.newcomers = message["newcomers"]
-                    self.places = [Place(*place) for place in message["places"]]
+                    self.places = [Place(**place) for place in message["places"]]
                 else:
                     self._gathered[message["of"], message["gathered"]] = message["data"]
                 self._changed.notify_all()
@@ -239,7 +248,7 @@ class ElasticCommunicator(TcpCommunicator):
             if self._leader is None:
                 follower = Follower(self._endpoint, self.job_key, self.number)
                 self.on_interrupt = follower.stop
-                ready["place"] = follower.place
+                ready["place"] = follower.place._asdict()
             self._channel.send(ready)
             if self._channel.newest.number != self.view.number and follower is not None:
                 follower.stop()

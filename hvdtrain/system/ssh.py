@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import pwd
 import shlex
 from collections.abc import Sequence
 
-from hvdtrain.system.commands import Command, run
+from hvdtrain.system.commands import Command, as_user, calling_user, run
 from hvdtrain.system.exits import Failure
 
 CONNECT_S = 5
@@ -24,9 +26,16 @@ def command(host: str, words: Sequence[str], *options: str) -> Command:
     return ["ssh", *(part for option in fixed for part in ("-o", option)), *options, "--", host, shlex.join(words)]
 
 
-def endpoint(host: str) -> tuple[str, int]:
-    """(host name, port) to which ssh would connect, from the user's ssh settings."""
+def as_caller() -> Command:
+    """Words that make root run ssh as the user who called sudo, with that user's keys and settings."""
+    return as_user(pwd.getpwnam(calling_user())) if os.geteuid() == 0 else []
+
+
+def endpoint(host: str) -> tuple[str, int] | None:
+    """(host name, port) to which ssh would connect, from the user's ssh settings. None if it goes through a proxy."""
     with contextlib.suppress(Failure):
         settings = dict(line.partition(" ")[::2] for line in run(["ssh", "-G", host]).splitlines())
+        if any(settings.get(name, "none") != "none" for name in ("proxyjump", "proxycommand")):
+            return None
         return settings["hostname"], int(settings["port"])
     return host, 22

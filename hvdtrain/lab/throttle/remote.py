@@ -24,8 +24,10 @@ Results = dict[str, subprocess.CompletedProcess[str]]
 
 
 def command(host: str, arguments: list[str]) -> Command:
-    """The command that runs the throttle on a host, whatever the login shell."""
-    return ssh.command(host, ["sh", "-c", AS_ROOT, str(CHECKOUT / "tools" / "throttle.sh"), *arguments])
+    """The command that runs the throttle on a host, whatever the login shell. ssh has the calling user's keys."""
+    return ssh.as_caller() + ssh.command(
+        host, ["sh", "-c", AS_ROOT, str(CHECKOUT / "tools" / "throttle.sh"), *arguments]
+    )
 
 
 def local_arguments(arguments: list[str]) -> list[str]:

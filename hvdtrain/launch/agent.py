@@ -177,6 +177,14 @@ class Agent:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # signals for the ranks come from the launcher
+    try:
+        serve()
+    except BrokenLine as broken:
+        print(f"hvdtrain: host {socket.gethostname()}: {broken}", file=sys.stderr, flush=True)
+
+
+def serve() -> None:
+    """Read the job, and run it to its end. Raises BrokenLine."""
     first = os.fdopen(0, "rb", buffering=0, closefd=False).readline()
     if (job := decoded(first, JOB, LAUNCHER)) is None:
         return
@@ -191,6 +199,5 @@ def main() -> None:
         sys.exit(69)
     try:
         agent.run()
-    except BrokenLine as broken:
+    finally:
         agent.kill()
-        print(f"hvdtrain: host {socket.gethostname()}: {broken}", file=sys.stderr, flush=True)

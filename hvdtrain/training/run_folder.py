@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import secrets
 import shlex
@@ -69,12 +70,17 @@ def identity_of(
 def alike(config: TrainConfig, fingerprint: str) -> dict[str, Any]:
     """Return what must be equal on all ranks: options, data, and the code of hvdtrain and of the program that runs."""
     options = {name: value for name, value in dataclasses.asdict(config).items() if name not in PER_RANK}
+    return {"options": options, "data": fingerprint, "code": _code()}
+
+
+@functools.cache
+def _code() -> str:
     program = getattr(sys.modules["__main__"], "__file__", None)
     code = hashlib.sha256()
     for path in (*sorted(Path(package).parent.rglob("*.py")), *([Path(program)] if program else [])):
         with contextlib.suppress(OSError):
             code.update(path.read_bytes())
-    return {"options": options, "data": fingerprint, "code": f"hvdtrain {__version__}, {code.hexdigest()[:12]}"}
+    return f"hvdtrain {__version__}, {code.hexdigest()[:12]}"
 
 
 def check_alike(config: TrainConfig, fingerprint: str, group: RankGroup) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import pwd
 import shlex
 from collections.abc import Sequence
 
-from hvdtrain.system.commands import Command, as_user, calling_user, run
+from hvdtrain.system.commands import Command, run
 from hvdtrain.system.exits import Failure
 
 CONNECT_S = 5
@@ -24,11 +22,6 @@ def command(host: str, words: Sequence[str], *options: str) -> Command:
     """
     fixed = ["BatchMode=yes", f"ConnectTimeout={CONNECT_S}", f"ServerAliveInterval={ALIVE_S}", "LogLevel=ERROR"]
     return ["ssh", *(part for option in fixed for part in ("-o", option)), *options, "--", host, shlex.join(words)]
-
-
-def as_caller() -> Command:
-    """Words that make root run ssh as the user who called sudo, with that user's keys and settings."""
-    return as_user(pwd.getpwnam(calling_user())) if os.geteuid() == 0 else []
 
 
 def endpoint(host: str) -> tuple[str, int] | None:

@@ -20,8 +20,8 @@ from hvdtrain.lab.throttle.links import Link
 from hvdtrain.lab.throttle.request import reachable
 from hvdtrain.lab.throttle.watchdog import Store
 from hvdtrain.lab.topology import Cluster
-from hvdtrain.system import exits, files, net, ssh
-from hvdtrain.system.commands import Command
+from hvdtrain.system import exits, files, net
+from hvdtrain.system.commands import Command, as_caller
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.hosts import check_name
 from hvdtrain.system.rates import FRAME_BYTES, PAYLOAD_BYTES, goodput_one_way, show_rate
@@ -164,7 +164,7 @@ def _to_peer(options: argparse.Namespace) -> tuple[list[Route], str]:
         message = f"{options.peer} is reached through {device}, not through {options.dev}"
         raise Failure(f"{message}; hint: name a machine beyond {options.dev}")
     # ssh runs as the calling user, with that user's keys, and without the real-time priority of this process.
-    there = ["chrt", "--other", "0", *ssh.as_caller()]
+    there = ["chrt", "--other", "0", *as_caller()]
     there += ssh_command(options.peer, sys.executable, [])
     routes = []
     for link in known:

@@ -35,8 +35,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.lab import enter, lifecycle, topology, virtual
+from hvdtrain.system import commands, hosts
 from hvdtrain.system import environment as environment_variables
-from hvdtrain.system import hosts
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.hosts import Slots
 
@@ -66,6 +66,24 @@ def test_both_notations_of_hostfiles(tmp_path: Path) -> None:
     assert hosts.read_hostfile(file) == [Slots("a", 2), Slots("b", 4), Slots("c"), Slots("d", 3)]
 
 
+def test_hostfiles_are_counted_as_mpirun_does(tmp_path: Path) -> None:
+    """A line per slot, as PBS and LSF write them, users, and both orders of slots and max_slots."""
+    file, own = tmp_path / "hosts", commands.calling_user()
+    for text, slots in {
+        "HOST\nHOST\nHOST\n": 3,
+        "HOST slots=2\nHOST\n": 3,
+        "HOST max-slots=4\n": 4,
+        "HOST max_slots=4 slots=2\n": 2,
+        f"{own}@HOST\n{own}@HOST\n": 2,
+    }.items():
+        file.write_text(text.replace("HOST", "localhost"))
+        assert hosts.read_hostfile(file) == [Slots("localhost", slots)], text
+        done = finished(["mpirun", "--hostfile", file, "hostname"])
+        assert done.returncode == 0 and len(done.stdout.split()) == slots, text
+    file.write_text("b\na\nb\n")
+    assert hosts.read_hostfile(file) == [Slots("b", 2), Slots("a")]
+
+
 @pytest.mark.parametrize(
     ("text", "where"),
     [
@@ -73,7 +91,10 @@ def test_both_notations_of_hostfiles(tmp_path: Path) -> None:
         ("a slots=0\n", ":1:"),
         ("$(reboot)\n", ":1:"),
         ("# none\n", "no hosts"),
-        ("a\na\n", "twice"),
+        ("a slots=1\na slots=1\n", "twice"),
+        ("a slots=3 max_slots=2\n", ":1:"),
+        ("a slots=1 slots=1\n", ":1:"),
+        ("nobody@a\n", "'nobody' is another user; hint: set `User` for a in ~/.ssh/config"),
         (f"a slots={'9' * 5000}\n", ":1:"),
         ("a:²\n", ":1:"),
         ("\x1b]0;x\x07\n", r"\x1b]0;x\x07"),

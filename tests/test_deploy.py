@@ -1,22 +1,23 @@
-"""deploy/ and the CI workflow, checked offline: syntax, required fields, and that files, options and ports agree."""
+"""deploy/ and the CI workflow, as far as they run offline; and that their files, options and ports agree."""
 
 from __future__ import annotations
 
+import getpass
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT, alone, finished
+from conftest import ROOT, alone, finished, until
 
 DEPLOY = ROOT / "deploy"
 NEEDED = {"g++", "make", "python3-dev", "python3-venv", "iproute2"}
 """Debian packages that tools/setup.sh and the launchers need"""
-INSTRUCTIONS = {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENV", "USER", "EXPOSE", "CMD"}
 
 
 def document(name: str) -> Any:
@@ -53,70 +54,21 @@ def test_every_file_is_in_the_readme() -> None:
     assert all(f"`{name}`" in text for name in names), names
 
 
-def test_the_dockerfile_is_well_formed() -> None:
-    stages: list[str] = []
-    given: set[str] = set()
+def test_images_copy_files_that_exist_and_install_what_the_set_up_needs() -> None:
+    dockerfile, definition = (DEPLOY / "Dockerfile").read_text(), (DEPLOY / "hvdtrain.def").read_text()
+    (files,) = re.findall(r"^%files\n(.*?)^%", definition, flags=re.MULTILINE | re.DOTALL)
+    copied = [line.split()[0] for line in files.strip().splitlines()]
+    copied += [rest.split()[-2] for word, rest in instructions() if word == "COPY" and "--from" not in rest]
+    assert not [source for source in copied if not (ROOT / source).exists()]
     for word, rest in instructions():
-        assert word in INSTRUCTIONS, word
-        match word:
-            case "ARG":
-                given.add(rest.partition("=")[0])
-            case "FROM":
-                assert set(re.findall(r"\$\{(\w+)\}", rest)) <= given
-                stages.append(rest.partition(" AS ")[2])
-            case "COPY":
-                source = rest.split()[-2]
-                if rest.startswith("--from="):
-                    assert rest.split()[0].removeprefix("--from=") in stages
-                else:
-                    assert (ROOT / source).exists(), source
-            case "RUN":
-                check_shell(rest)
-    packages = installed((DEPLOY / "Dockerfile").read_text())
-    assert packages >= NEEDED | {"openssh-server", "openssh-client", "python3"}
-    last = [word for word, _ in instructions()]
-    assert last.index("USER") > len(last) - 1 - last[::-1].index("RUN"), "no command of the image runs as root later"
-    ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().split()
-    assert {".venv", ".git"} <= set(ignored), "they belong to this machine"
-
-
-def test_apptainer_has_known_sections_and_existing_files() -> None:
-    head, *parts = re.split(r"^%(\w+)\n", (DEPLOY / "hvdtrain.def").read_text(), flags=re.MULTILINE)
-    assert dict(line.split(": ") for line in head.split("\n") if line) == {
-        "Bootstrap": "docker",
-        "From": "debian:12-slim",
-    }
-    sections = dict(zip(parts[::2], parts[1::2], strict=True))
-    assert set(sections) == {"files", "post", "environment", "runscript", "help"}
-    copied = [line.split() for line in sections["files"].strip().splitlines()]
-    assert all((ROOT / source).exists() and target.startswith("/opt/hvdtrain/") for source, target in copied)
-    for name in ("post", "environment", "runscript"):
-        check_shell(sections[name])
-    assert installed(sections["post"]) >= NEEDED | {"openssh-client"}
-
-
-def test_the_mpijob_has_the_fields_of_v2beta1() -> None:
-    job = document("mpijob.yaml")
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
-    assert re.fullmatch("[a-z]([a-z0-9-]{0,40}[a-z0-9])?", job["metadata"]["name"])
-    spec = job["spec"]
-    known = {"slotsPerWorker", "runLauncherAsWorker", "runPolicy", "mpiReplicaSpecs", "sshAuthMountPath"}
-    assert set(spec) <= known | {"launcherCreationPolicy", "mpiImplementation"}
-    assert spec["launcherCreationPolicy"] in ("AtStartup", "WaitForWorkersReady")
-    policy = {"cleanPodPolicy", "ttlSecondsAfterFinished", "activeDeadlineSeconds", "backoffLimit", "suspend"}
-    assert set(spec["runPolicy"]) <= policy and spec["runPolicy"]["cleanPodPolicy"] in ("None", "Running", "All")
-    replicas = spec["mpiReplicaSpecs"]
-    assert set(replicas) == {"Launcher", "Worker"} and replicas["Launcher"]["replicas"] == 1
-    for name, replica in replicas.items():
-        assert set(replica) <= {"replicas", "template", "restartPolicy"}, name
-        assert replica.get("restartPolicy", "Never") in ("Never", "OnFailure"), "the launcher is a Job"
-        pod = replica["template"]["spec"]
-        volumes = {volume["name"] for volume in pod.get("volumes", [])}
-        for container in pod["containers"]:
-            assert container["name"] and container["image"] == "IMAGE"
-            assert {mount["name"] for mount in container.get("volumeMounts", [])} <= volumes
-            words = [*container["command"], *container.get("args", [])]
-            assert all(isinstance(word, str) for word in words), "Kubernetes takes only strings"
+        if word == "RUN":
+            check_shell(rest)
+    assert installed(dockerfile) >= NEEDED | {"openssh-server", "openssh-client", "python3"}
+    assert installed(definition) >= NEEDED | {"openssh-client"}
+    assert installed(document("skypilot.yaml")["setup"]) >= NEEDED
+    assert {*document("cloud-init.yaml")["packages"]} >= NEEDED | {"git", "openssh-server"}
+    words = [word for word, _ in instructions()]
+    assert "RUN" not in words[words.index("USER") :], "no command of the image runs as root later"
 
 
 def test_the_mpijob_fits_the_image() -> None:
@@ -125,7 +77,7 @@ def test_the_mpijob_fits_the_image() -> None:
     uid, user = re.search(r"useradd .*--uid (\d+) .* (\w+) ", text).groups()  # type: ignore[union-attr]
     assert image["USER"] == user
     sshd, ssh, worker = settings("sshd_config"), settings("ssh_config"), spec["mpiReplicaSpecs"]["Worker"]
-    assert Path(sshd["HostKey"]).parent == Path(spec["sshAuthMountPath"]) == Path(f"/home/{user}/.ssh")
+    assert spec["sshAuthMountPath"] == f"/home/{user}/.ssh"
     (container,) = worker["template"]["spec"]["containers"]
     ports = {
         int(image["EXPOSE"]),
@@ -134,9 +86,11 @@ def test_the_mpijob_fits_the_image() -> None:
         container["readinessProbe"]["tcpSocket"]["port"],
     }
     assert ports == {container["ports"][0]["containerPort"]}
-    assert f"COPY deploy/sshd_config {container['command'][-1]}" in text
+    assert f"COPY deploy/sshd_config {container['args'][0].split()[-1]}" in text
     for replica in spec["mpiReplicaSpecs"].values():
-        assert replica["template"]["spec"]["containers"][0]["securityContext"]["runAsUser"] == int(uid)
+        context = replica["template"]["spec"]["containers"][0]["securityContext"]
+        assert context["runAsUser"] == int(uid) and not context["allowPrivilegeEscalation"]
+        assert context["capabilities"] == {"drop": ["ALL"]}
         assert replica["template"]["spec"]["containers"][0]["workingDir"] == image["WORKDIR"]
 
 
@@ -152,23 +106,44 @@ def test_the_mpijob_runs_commands_that_exist(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_sshd_accepts_its_settings(tmp_path: Path) -> None:
-    sshd = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
-    if sshd is None or not Path("/run/sshd").exists():
+def test_a_worker_admits_its_user_only_and_has_a_host_key_of_its_own(tmp_path: Path) -> None:
+    """Runs the command of a worker, in another home folder."""
+    if shutil.which("sshd", path="/usr/sbin:/usr/local/sbin") is None or not Path("/run/sshd").exists():
         pytest.skip("no sshd (Debian: apt-get install openssh-server)")
-    key = tmp_path / "key"
-    subprocess.run(["ssh-keygen", "-q", "-t", "ecdsa", "-N", "", "-f", key], check=True)
-    done = finished([sshd, "-t", "-f", DEPLOY / "sshd_config", "-h", key])
-    assert done.returncode == 0 and "unsupported" not in done.stderr.lower(), done.stderr
-    done = finished(["ssh", "-G", "-F", DEPLOY / "ssh_config", "worker-0"])
-    assert "port 2222" in done.stdout and done.returncode == 0, done.stderr
+    user, keys = getpass.getuser(), tmp_path / ".ssh"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+
+    def here(text: str) -> str:
+        return text.replace("/home/mpiuser", str(tmp_path)).replace("mpiuser", user).replace("2222", port)
+
+    keys.mkdir()
+    for name in ("id_rsa", "stranger"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ecdsa", "-N", "", "-f", keys / name], check=True)
+    (tmp_path / "ssh_config").write_text(here((DEPLOY / "ssh_config").read_text()))
+    (tmp_path / ".sshd_config").write_text(
+        f"{here((DEPLOY / 'sshd_config').read_text())}AuthorizedKeysFile {keys}/id_rsa.pub\n"
+    )
+    (worker,) = document("mpijob.yaml")["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    sshd = subprocess.Popen([here(word) for word in (*worker["command"], *worker["args"])], stderr=subprocess.DEVNULL)
+
+    def login(key: str, name: str = user) -> int:
+        words = ["ssh", "-F", tmp_path / "ssh_config", "-o", "IdentitiesOnly=yes", "-o", "BatchMode=yes"]
+        return finished([*words, "-i", keys / key, "-l", name, "127.0.0.1", "true"]).returncode
+
+    try:
+        until(lambda: login("id_rsa") == 0)
+        assert login("stranger") == login("id_rsa", "nobody") == 255
+        host_key = finished(["ssh-keyscan", "-p", port, "127.0.0.1"]).stdout
+        assert "ssh-ed25519" in host_key and "ecdsa" not in host_key
+    finally:
+        sshd.terminate()
+        sshd.wait()
 
 
 def test_skypilot_starts_the_launcher_on_the_first_node_with_all_hosts(tmp_path: Path) -> None:
     task = document("skypilot.yaml")
-    assert set(task) <= {"name", "num_nodes", "workdir", "resources", "setup", "run", "envs", "file_mounts"}
     check_shell(task["setup"])
-    assert installed(task["setup"]) >= NEEDED
     stand_in = tmp_path / "launch" / "mpirun.sh"
     stand_in.parent.mkdir()
     stand_in.write_text('#!/bin/sh\necho "$@"\n')
@@ -179,31 +154,19 @@ def test_skypilot_starts_the_launcher_on_the_first_node_with_all_hosts(tmp_path:
         assert (done.returncode, done.stdout) == (0, expected), done.stderr
 
 
-def test_cloud_init_has_known_keys_and_types() -> None:
-    assert (DEPLOY / "cloud-init.yaml").read_text().startswith("#cloud-config\n")
+def test_nothing_of_cloud_init_runs_as_root() -> None:
     data = document("cloud-init.yaml")
-    assert set(data) <= {"package_update", "packages", "users", "runcmd", "write_files", "ssh_authorized_keys"}
-    assert data["package_update"] is True and set(data["packages"]) >= NEEDED | {"git", "openssh-server"}
     (user,) = data["users"]
-    assert user["lock_passwd"] is True and user["ssh_authorized_keys"] == ["PUBLIC_KEY"]
-    for command in data["runcmd"]:
-        assert command[:4] == ["sudo", "-u", user["name"], "-H"], "nothing runs as root"
-        assert all(isinstance(word, str) for word in command)
+    assert user["lock_passwd"] is True
+    assert all(command[:4] == ["sudo", "-u", user["name"], "-H"] for command in data["runcmd"])
     check_shell(data["runcmd"][-1][-1])
 
 
 def test_the_workflow_runs_lint_and_tests() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     assert workflow["permissions"] == {"contents": "read"}
-    assert set(workflow[True]) == {"push", "pull_request"}, "YAML 1.1 reads `on` as true"
-    job = workflow["jobs"]["test"]
-    commands = [step["run"] for step in job["steps"] if "run" in step]
-    actions = [step["uses"] for step in job["steps"] if "uses" in step]
-    assert len(commands) + len(actions) == len(job["steps"])
-    assert all(re.fullmatch(r"actions/[a-z-]+@v\d+", action) for action in actions)
+    commands = [step["run"] for step in workflow["jobs"]["test"]["steps"] if "run" in step]
     for command in commands:
         check_shell(command)
     targets = [command.split()[1] for command in commands if command.startswith("make ")]
     assert targets == ["setup", "lint", "test"]
-    assert set(targets) <= set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    assert set(job["strategy"]["matrix"]["python"]) <= {"3.11", "3.12", "3.13"}

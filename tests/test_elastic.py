@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,9 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LIMIT_S, PROGRAMS, ROOT, SMALL, Cluster, document, environment, finished, refused, unique, until
+from conftest import (
+    LIMIT_S,
+    PROGRAMS,
+    ROOT,
+    SMALL,
+    Cluster,
+    document,
+    environment,
+    finished,
+    forked,
+    refused,
+    unique,
+    until,
+)
 from runs import read_run, results
 
+from hvdtrain.comm.elastic import Channel
+from hvdtrain.launch.line import encoded
 from hvdtrain.launch.members import Members
 from hvdtrain.results.live import LiveRun
 from hvdtrain.system.exits import Failure
@@ -52,9 +68,45 @@ def test_survivors_lose_nothing_wherever_a_rank_dies(strategy: str, kills: list[
         assert all(report["unchanged"]), "an interrupted exchange changed weights, momentum, statistics or a residual"
         assert report["digests"] == [reports[0]["digests"][0]] * len(reports), "the replicas differ"
         assert report["totals"] == reports[0]["totals"]
+        assert report["stopped"] == (reports[0]["stopped"] or 2 not in killed), "only some know of a request to stop"
         assert report["view"] == len(kills), "the survivors had to connect again"
         assert report["views"][-1] == [rank for rank in range(5) if rank not in killed]
     assert any(report["unchanged"] for report in reports)
+
+
+def test_a_host_that_breaks_the_protocol_is_lost_and_one_whose_login_shell_prints_is_not() -> None:
+    message, wrong_rank = "bytes that are not a message", "a message of rank 777, which it does not have"
+    forged = {
+        ("agent", "\x1e5"): message,
+        ("agent", '\x1e"stdout"'): message,
+        ("agent", '\x1e{"ended":"x","code":0}'): message,
+        ("agent", '\x1e{"ended":777,"code":0}'): wrong_rank,
+        ("agent", '\x1e{"from":777,"message":{"ready":true}}'): wrong_rank,
+        ("agent", "\x1e\xff\xfe"): message,
+        ("agent", "\x1e", 100_000): message,
+        ("agent", "", 70_000_000): message,
+        ("rank", '\x1e{"ready":["x"]}'): message,
+        ("rank", '\x1e{"pace":NaN}'): message,
+        ("rank", "\x1e{"): "connection to host",
+    }
+    done = on_one_machine(len(forged) + 1, str(PROGRAMS / "elastic_forging.py"), json.dumps([*forged]))
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "continuing with 127.0.0.1" in line]
+    assert len(lines) == len(forged) and all(map(str.__contains__, lines, forged.values())), done.stderr
+
+
+def test_a_wrong_message_to_a_rank_ends_it_with_one_line() -> None:
+    view = {"number": 0, "ranks": [0], "hosts": ["a"], "reason": ""}
+    hello = {"job_key": "", "addresses": {}, "begun": {}, "view": view, "rank": 0, "local_rank": 0, "local_size": 1}
+
+    def program() -> None:
+        ours, theirs = socket.socketpair()
+        ours.sendall(encoded(hello) + encoded({"view": view | {"number": 1}}) + b'\x1e{"view": 5}\n')
+        channel = Channel(theirs.detach())
+        channel.newer(1, {"broken": 0})
+
+    done = forked(program)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "not a message: '{\"view\": 5}'" in done.stderr
 
 
 def test_a_rank_in_the_next_epoch_and_one_in_the_evaluation_continue_together(tmp_path: Path) -> None:
@@ -65,8 +117,12 @@ def test_a_rank_in_the_next_epoch_and_one_in_the_evaluation_continue_together(tm
     manifest, found = json.loads((folder / "manifest.json").read_text()), read_run(folder)
     check_samples(found, manifest["data"]["train"])
     assert [step.step for step in found["step"]] == list(range(found["summary"][0].steps))
-    assert [view.ranks for view in found["view"]] == [3]
+    assert [(view.ranks, view.global_batch) for view in found["view"]] == [(3, 144)]
     assert len(found["epoch"]) == 3
+    done = on_one_machine(4, str(PROGRAMS / "elastic_barrier.py"), "2", *flags, "--resume", "--epochs", "5")
+    assert done.returncode == 0, done.stderr
+    resumed = read_run(folder)["view"][1:]
+    assert [(view.ranks, view.global_batch) for view in resumed] == [(3, 144)], "as in a run that was not resumed"
 
 
 @pytest.mark.slow
@@ -173,10 +229,18 @@ def test_other_options_of_the_launcher_are_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Cluster]:
+    """Four hosts, whose login shells print something. Those of c have two cores."""
     made = Cluster(unique())
     done = made.run("up", "--hosts", "a,b,c,d")
     assert done.returncode == 0, done.stderr
     try:
+        for host in "bcd":
+            run = "taskset -c 0,1 sh -c" if host == "c" else "eval"
+            folder = Path("/run/hvdtrain", made.name, "hosts", host)
+            with (folder / "sshd_config").open("a") as file:
+                file.write(f'ForceCommand echo "Welcome to {host}!"; printf ">"; {run} "$SSH_ORIGINAL_COMMAND"\n')
+            os.kill(int((folder / "sshd.pid").read_text()), signal.SIGHUP)
+            until(lambda host=host: made.on("a", "ssh", host, "true").stdout == f"Welcome to {host}!\n>")
         yield made
     finally:
         assert made.run("down").returncode == 0
@@ -344,9 +408,12 @@ def test_a_lost_host_comes_back(framework: str, strategy: str, host: str, four: 
 @pytest.mark.root
 @pytest.mark.slow
 def test_hosts_come_back_one_after_the_other(four: Cluster, tmp_path: Path) -> None:
-    """The second one connects to the first, which has two ranks. Replicas and the average of the weights are equal."""
-    folder = tmp_path / "run"
+    """The second one connects to the first, which has two ranks. Replicas and the average of the weights are equal.
+    Then a host is refused, because its options have changed."""
+    folder, config = tmp_path / "run", tmp_path / "options.toml"
+    config.write_text("label_smoothing = 0.1\n")
     flags = ["--strategy", "topk:density=0.05", "--ema", "0.9", "--epochs", "400", "--check-replicas", "1"]
+    flags += ["--config", str(config)]
     flags += ["--global-batch-size", "96", "--epoch-samples", "480", "--evaluate-samples", "32"]
     run = Run(four, folder, *flags, launcher=[], hosts=["-H", "a:1,b:2,c:1"])
     try:
@@ -357,20 +424,27 @@ def test_hosts_come_back_one_after_the_other(four: Cluster, tmp_path: Path) -> N
             count = len(before) + 2
             until(lambda count=count: run.process.poll() is not None or len(views(folder)) == count, what=run.text)
         run.wait_for_step(views(folder)[-1].step + 10)
+        config.write_text("label_smoothing = 0.2\n")
+        run.kill("c")
+        until(lambda: run.process.poll() is not None or "ended with exit code 78" in run.text(), what=run.text)
+        run.wait_for_step(views(folder)[-1].step + 10)
         run.process.terminate()
         assert run.process.wait(LIMIT_S) == 75, run.text()
     finally:
         run.process.kill()
-    found = read_run(folder)
-    assert [view.members for view in found["view"]] == [["a", "c"], ["a", "c", *"bb"], ["a", *"bb"], ["a", *"bb", "c"]]
+    found, text = read_run(folder), run.text()
+    one, two = ["a", *"bb"], ["a", *"bb", "c"]
+    assert [view.members for view in found["view"]] == [["a", "c"], ["a", "c", *"bb"], one, two, one]
+    assert "c has other settings than the running job: label_smoothing: 0.1 there, 0.2 here; hint: " in text
     check_samples(found, 480)
 
 
 @pytest.mark.root
 @pytest.mark.slow
 def test_new_hosts_take_part_and_spares_wait(four: Cluster, tmp_path: Path) -> None:
-    """The hostfile gets a line that is wrong, a name that is unknown and a host with two ranks. Then the host of rank 0
-    is lost, and a spare one takes its place. Every replica is compared after each step."""
+    """The hostfile gets a line that is wrong, a name that is unknown, other names of members, and a host with more
+    slots than its two cores. Then the host of rank 0 is lost, and a spare one takes its place. Every replica is
+    compared after each step."""
     folder, hostfile = tmp_path / "run", tmp_path / "hosts"
     hostfile.write_text("a:1\nb:1\n")
     flags = ["--strategy", "powersgd", "--epochs", "400", "--check-replicas", "1", "--shares", "1:3"]
@@ -386,7 +460,9 @@ def test_new_hosts_take_part_and_spares_wait(four: Cluster, tmp_path: Path) -> N
         run.wait_for_step(3)
         hostfile.write_text("a:1\nb:1\nc:0\n")
         wait_for(lambda: "no host was added" in run.text())
-        hostfile.write_text("a:1\nb:1\nnowhere.invalid\nc slots=2\n")
+        with Path("/run/hvdtrain", four.name, "etc", "hosts").open("a") as names:
+            names.write("fd00::6 six\n")
+        hostfile.write_text("a:1\nb:1\nnowhere.invalid\nsix\n0\n127.0.0.1\nlocalhost\n10.77.0.2\nc slots=40\n")
         wait_for(lambda: len(views(folder)) == 1)
         with hostfile.open("a") as file:
             file.write("d:1\n")
@@ -404,12 +480,15 @@ def test_new_hosts_take_part_and_spares_wait(four: Cluster, tmp_path: Path) -> N
     members = [["a", "b", "c", "c"], ["b", "c", "c"], ["b", "c", "c", "d"]]
     assert [view.members for view in found["view"]] == members
     assert [found["view"][each].reason for each in (0, 2)] == ["c is new", "d is new"]
-    assert [text.count(each) for each in ("no host was added", "host nowhere.invalid has no IPv4 address")] == [1, 1]
+    for said in ("no host was added", "host nowhere.invalid has no IPv4 address", "host six has only IPv6 addresses"):
+        assert text.count(said) == 1, said
     assert f"--hostfile {hostfile} --elastic --max-hosts 3 --no-return" in text, "the command that resumes the run"
+    assert "c has 2 cores, so it gets 2 ranks instead of 40" in text
+    assert [text.count(f"is not added: it is {name}, which is in the job") for name in "ab"] == [3, 1]
     steps = [step.step for step in found["step"]]
     assert steps == list(range(len(steps)))
     check_samples(found, 480)
-    samples = [read_run(folder, rank)["step"][-1].samples for rank in (0, 3, 4, 5)]
+    samples = [read_run(folder, rank)["step"][-1].samples for rank in (0, 3, 4, 43)]
     shares = [share * sum(samples) / 9 for share in (3, 2, 2, 2)]
     assert all(abs(a - b) < 1 for a, b in zip(samples, shares, strict=True)), "new ranks get the mean share of 1:3"
     assert str(LiveRun(folder).frame().members).startswith("b, c, d since step")

@@ -122,6 +122,20 @@ def test_new_ranks_get_the_mean_of_the_saved_statistics() -> None:
     assert snapshot.resharded(loaded, strategy)["buffer.mean"].tolist() == [3, 3]
 
 
+def test_the_best_weights_need_no_state_of_the_ranks_that_saved_them(framework: str) -> None:
+    """As after a loss in a captioning run with local-sgd, whose ranks have state of their own."""
+    replica = made(framework)
+    shared = {name: array + 1 for name, array in replica.state().items() if name.startswith("parameter.")}
+    others = [
+        {f"buffer.{name}": np.full_like(array, value) for name, array in replica.local_state().items()}
+        | {"drift.weights": np.zeros(1), "own.momentum": np.zeros(1)}
+        for value in (1, 2, 6)
+    ]
+    snapshot.restore_model(Loaded(step=1, shared=shared, local={}, progress={}, others=others), replica)
+    assert all((replica.state()[name] == array).all() for name, array in shared.items())
+    assert all((array == 3).all() for array in replica.local_state().values())
+
+
 def test_residuals_cannot_move_to_other_stages() -> None:
     others = [{"buffer.mean": np.ones(2, np.float32), "strategy.error": np.ones(5, np.float32)}]
     loaded = Loaded(step=1, shared={}, local={}, progress={}, others=others, recut=True)

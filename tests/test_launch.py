@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from conftest import LIMIT_S, ROOT, SMALL, Cluster, environment, finished, unique, until
+from conftest import LIMIT_S, ROOT, SMALL, Cluster, document, environment, finished, unique, until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -435,18 +435,39 @@ def test_a_job_with_fewer_hosts_or_ranks_than_asked_for_is_an_error(
 
 @pytest.mark.root
 def test_lost_hosts_do_not_answer(cluster: Cluster) -> None:
-    ask = [sys.executable, "-c", "from hvdtrain.launch.supervise import lost_host; print(lost_host(['a', 'b']))"]
+    """`hidden` can be reached through ssh's proxy only, and sshd does not run on the port of `closed`."""
+    settings = Path("/run/hvdtrain", cluster.name, "ssh", "ssh_config")
+    hidden = "Host hidden\n  HostName hidden.invalid\n  HostKeyAlias b\n  ProxyCommand ssh -W b:22 b\n"
+    settings.write_text(f"{settings.read_text()}{hidden}Host closed\n  HostName b\n  Port 9\n")
     link = ["ip", "-n", f"hvd-{cluster.name}-b", "link", "set", "eth0"]
-    assert cluster.on("a", *ask).stdout.strip() == "None"
+
+    def lost(*names: str) -> str:
+        program = f"from hvdtrain.launch.supervise import lost_host; print(lost_host({names}))"
+        return cluster.on("a", sys.executable, "-c", program).stdout.strip()
+
+    assert lost("a", "b", "closed", "hidden") == "None"
     subprocess.run([*link, "down"], check=True)
     try:
-        assert cluster.on("a", *ask).stdout.strip() == "b"
+        assert (lost("a", "b"), lost("a", "hidden")) == ("b", "hidden")
     finally:
         subprocess.run([*link, "up"], check=True)
-    settings = Path("/run/hvdtrain", cluster.name, "ssh", "ssh_config")
-    settings.write_text(f"{settings.read_text()}Host c\n  HostName b\n  Port 9\n")
-    refused = ["-c", "from hvdtrain.launch.supervise import lost_host; print(lost_host(['c']))"]
-    assert cluster.on("a", sys.executable, *refused).stdout.strip() == "None"
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("strategy", ["powersgd", "allreduce"])
+def test_hosts_whose_short_names_are_equal_are_two_hosts(strategy: str, tmp_path: Path) -> None:
+    lab = Cluster(unique())
+    names = ("node.a.lab", "node.b.lab")
+    assert lab.run("up", "--hosts", ",".join(names)).returncode == 0
+    try:
+        if strategy == "powersgd":
+            assert [lab.on(name, "hostname", "node").returncode for name in names] == [0, 0]
+        words = [sys.executable, "-m", "hvdtrain.resnet", *SMALL, "--epochs", "1", "--strategy", strategy, "--json"]
+        words += ["--run-dir", str(tmp_path / "run")]
+        done = lab.on(names[0], "launch/mpirun.sh", "--quiet", "-H", ",".join(names), *words)
+    finally:
+        assert lab.run("down").returncode == 0
+    assert document(done)["hosts"] == 2
 
 
 @pytest.mark.root

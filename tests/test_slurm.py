@@ -346,6 +346,12 @@ def test_a_job_without_a_command_is_a_usage_error() -> None:
     assert code == 2 and "no command given" in line
 
 
+def test_an_active_environment_takes_precedence_over_the_one_of_a_checkout(checkout: Path) -> None:
+    program(checkout / "bin" / "hvdtrain", '#!/bin/sh\necho "$*" >active\n')
+    assert script("train", cwd=checkout)[0] == 0
+    assert (checkout / "active").read_text() == "launch mpirun train\n" and not (checkout / "started").exists()
+
+
 def test_a_checkout_without_setup(checkout: Path) -> None:
     (checkout / ".venv" / "bin" / "activate").unlink()
     code, (line,) = script("true", cwd=checkout)

@@ -133,7 +133,7 @@ def test_sudo_does_not_read_files_that_the_user_cannot_read(users: tuple[User, U
         assert "Permission denied" in done.stderr
 
 
-def test_verify_uses_the_callers_ssh(users: tuple[User, User], lab: str) -> None:
+def test_the_throttle_uses_the_callers_ssh(users: tuple[User, User], lab: str) -> None:
     """The hosts admit only Alice, although the throttle runs as root."""
     alice, _ = users
     calls = ("100mbit --force", "verify --peer b --seconds 1 --tolerance 100 --json", "clear")
@@ -141,6 +141,8 @@ def test_verify_uses_the_callers_ssh(users: tuple[User, User], lab: str) -> None
     done = alice.cluster("exec", "a", "--", "sh", "-c", script)
     assert done.returncode == 0, done.stderr
     assert [link["link"] for link in json.loads(done.stdout)["links"]] == ["here -> b", "b -> here"]
+    done = alice.cluster("exec", "a", "--", "sudo", "-n", "tools/throttle.sh", "show", "--hosts", "b", "--dev", "eth0")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
 
 
 def test_empty_names_are_rejected(users: tuple[User, User], lab: str) -> None:

@@ -18,9 +18,9 @@ The ranks of a host that has come back, or is new, are alone in a view of their 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,6 +32,7 @@ from hvdtrain.comm.backends.tcp import NOTHING, TcpCommunicator
 from hvdtrain.comm.errors import PeerLost
 from hvdtrain.comm.stream import swap
 from hvdtrain.launch.agent import FD
+from hvdtrain.launch.line import HELLO, MOST_BYTES, TO_RANK, BrokenLine, decoded, encoded
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
@@ -41,6 +42,7 @@ JOIN_S = 300.0
 """Time for the slowest rank to start"""
 PIECE_BYTES = 1 << 28
 """The state of a run is sent in messages of up to this size"""
+AGENT = "the agent of this host"
 
 
 def unsupported() -> Failure:
@@ -82,7 +84,8 @@ class Channel:
         self._gathers = 0
         self.on_view: Callable[[], None] = lambda: None
         reader = self._socket.makefile("rb")
-        hello = json.loads(reader.readline())
+        hello = decoded(reader.readline(), HELLO, AGENT)
+        assert hello is not None
         self.number, self.local_rank, self.local_size = hello["rank"], hello["local_rank"], hello["local_size"]
         self.job_key = bytes.fromhex(hello["job_key"])
         self.addresses: dict[str, str] = hello["addresses"]
@@ -96,11 +99,17 @@ class Channel:
 
     def send(self, message: dict[str, Any]) -> None:
         with self._sending:
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
+            self._socket.sendall(encoded(message))
 
     def _read(self, reader: Any) -> None:
-        for line in reader:
-            message = json.loads(line)
+        while line := reader.readline(MOST_BYTES):
+            try:
+                message = decoded(line, TO_RANK, AGENT)
+            except BrokenLine as broken:
+                print(f"hvdtrain: rank {self.number}: {broken}", file=sys.stderr, flush=True)
+                break
+            if message is None:
+                continue
             with self._changed:
                 if "view" in message:
                     self.newest = View.read(message["view"])

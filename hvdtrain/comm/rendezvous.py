@@ -28,6 +28,7 @@ from hvdtrain.comm.backends.base import Communicator, Rendezvous
 from hvdtrain.comm.launch_env import LaunchEnv
 from hvdtrain.comm.signed_store import SignedRendezvous
 from hvdtrain.sentinel.auth import KEY_BYTES
+from hvdtrain.sentinel.rank import machine
 from hvdtrain.system import exits, install
 from hvdtrain.system.environment import number
 from hvdtrain.system.exits import Failure
@@ -250,7 +251,7 @@ class Subgroup:
     def __init__(self, whole: Rendezvous, ranks: Sequence[int]) -> None:
         self._whole, self._ranks = whole, ranks
         self.rank, self.size, self.job_key = ranks.index(whole.rank), len(ranks), whole.job_key
-        hosts = self.gather_bytes(socket.gethostname().encode())
+        hosts = self.gather_bytes(machine().encode())
         local = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
         self.local_rank, self.local_size = local.index(self.rank), len(local)
 

@@ -121,19 +121,10 @@ def parser(launcher: str, program: str | None = None) -> Parser:
         metavar="DIR",
         help=f"also write each rank's output to files ({launcher}'s --output-filename)",
     )
-    add("--show-rank", action=ShowRank, help=argparse.SUPPRESS)
     add("--quiet", action="store_true", help="do not print the settings (the run's manifest has them)")
     add("--dry-run", action="store_true", help="print the command and start nothing")
     add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the command of each rank")
     return top
-
-
-class ShowRank(argparse.Action):
-    """Reject a removed option."""
-
-    def __call__(self, *_: object) -> None:
-        hint = "use --logs DIR, and read the files of the rank, e.g. DIR/1/rank.0/stdout"
-        raise Failure(f"--show-rank no longer exists; hint: {hint}", exits.USAGE)
 
 
 # --- settings and command --------------------------------------------------------------------------------------------
@@ -142,12 +133,15 @@ class ShowRank(argparse.Action):
 def overridden(chosen: Sequence[Setting], options: argparse.Namespace, environment: Mapping[str, str]) -> list[Setting]:
     """Apply the user's values: from --set, --mca, -x NAME=VALUE and the environment."""
     values = {}
-    for text in [*options.set, *(text for text in options.x if "=" in text)]:
+    for option, text in [*(("--set", text) for text in options.set), *(("-x", text) for text in options.x)]:
         name, equals, value = text.partition("=")
-        if not equals or not name.replace("_", "").isalnum():
-            message = f"--set {text} is not NAME=VALUE"
-            raise Failure(f"{message}; hint: write it as in --set HOROVOD_CYCLE_TIME=5", exits.USAGE)
-        values[name] = value
+        if not name.replace("_", "").isalnum() or (option == "--set" and not equals):
+            form = "NAME=VALUE" if option == "--set" else "NAME or NAME=VALUE"
+            shown = f"{name}=..." if equals else name  # the value may be a secret
+            hint = f"write it as in {option} HOROVOD_CYCLE_TIME=5"
+            raise Failure(f"{option} {shown} is not {form}; hint: {hint}", exits.USAGE)
+        if equals:
+            values[name] = value
     parameters = dict(options.mca)
     result = []
     for setting in chosen:
@@ -369,6 +363,11 @@ def start_elastic(plan: Plan, variables: Mapping[str, str], options: argparse.Na
     own = [setting.name for setting in plan.settings if not setting.mca]
     passed = {name: text for name, text in variables.items() if passes(name, (*FOR_RANKS, *plan.passed, *own))}
     places = [(slot, address_of(slot.host)) for slot in plan.hosts]
+    names: dict[str, str] = {}
+    for slot, address in places:
+        if (other := names.setdefault(address, slot.host)) != slot.host:
+            message = f"{other} and {slot.host} are the same host ({address})"
+            raise Failure(f"{message}; hint: give it once, with all its slots", exits.USAGE)
     if options.dry_run:
         print(elastic.show(places, plan.command, _watched_hostfile(options)))
         return exits.OK

@@ -1,6 +1,6 @@
 """The agent of one host in an elastic job: it starts the host's ranks and connects them to the launcher.
 
-`launch.elastic` starts one agent per host, over ssh or with Slurm's srun. Both sides write one JSON object per line:
+`launch.elastic` starts one agent per host, over ssh or with Slurm's srun. Both sides send messages (`line`):
 
     launcher -> agent   the job (first line), beat, to + message (for ranks), signal, end
     agent -> launcher   beat, from + message (of a rank), stdout (of a rank), ended + code (of a rank)
@@ -13,7 +13,6 @@ launcher is gone or silent, so that no rank of a lost host continues.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import signal
@@ -24,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.launch.line import CHUNK, JOB, TO_AGENT, BrokenLine, Line, decoded
 from hvdtrain.system import hosts, net, ssh
 from hvdtrain.system.commands import Command
 from hvdtrain.system.exits import Failure
@@ -31,11 +31,11 @@ from hvdtrain.system.exits import Failure
 FD = "HVDTRAIN_ELASTIC_FD"
 """Variable with the descriptor of a rank's socket to its agent"""
 BEAT_S = 0.5
+LAUNCHER = "the launcher"
 LAST_S = 2.0
 """Time to pass on the last output of the ranks"""
 ALONE_S = 10.0
 """Silence of the launcher after which the agent kills its ranks. The launcher gives a host up much earlier"""
-CHUNK = 1 << 16
 ROOT = str(Path(__file__).resolve().parents[2])
 PROGRAM = f"import sys; sys.path.insert(0, {ROOT!r}); from hvdtrain.launch.agent import main; main()"
 
@@ -62,40 +62,6 @@ def agent_command(host: str, address: str) -> Command:
     return on_host(host, address, [sys.executable, "-I", "-S", "-c", PROGRAM])
 
 
-class Line:
-    """One end of a connection that carries a JSON object per line, and never blocks."""
-
-    def __init__(self, source: int, target: int) -> None:
-        self.source, self.target = source, target
-        os.set_blocking(source, False)
-        os.set_blocking(target, False)
-        self._read, self._unsent = b"", b""
-
-    def receive(self) -> list[Any] | None:
-        """Return the objects that have arrived; None at the end of the stream."""
-        try:
-            data = os.read(self.source, CHUNK)
-        except BlockingIOError:
-            return []
-        except OSError:
-            return None
-        if not data:
-            return None
-        *lines, self._read = (self._read + data).split(b"\n")
-        return [json.loads(line) for line in lines]
-
-    def send(self, message: dict[str, Any]) -> None:
-        self._unsent += json.dumps(message, separators=(",", ":")).encode() + b"\n"
-        self.flush()
-
-    def flush(self) -> bool:
-        """Send as much as the other end takes now. Returns whether that was everything."""
-        with contextlib.suppress(OSError):  # it would block, or the other end is gone
-            while self._unsent:
-                self._unsent = self._unsent[os.write(self.target, self._unsent) :]
-        return not self._unsent
-
-
 class Rank:
     """A rank of this host."""
 
@@ -118,7 +84,7 @@ class Rank:
             process_group=0,
         )
         theirs.close()
-        self.line = Line(ours.fileno(), ours.fileno())
+        self.line = Line(ours.fileno(), ours.fileno(), dict, f"rank {number}")
         self.line.send({**job["hello"], "rank": number, "local_rank": local_rank, "local_size": len(job["ranks"])})
         self.ended = False
 
@@ -149,7 +115,7 @@ class Agent:
             for key, _ in self._ready.select(BEAT_S / 10):
                 self._take(key.fileobj, key.data)
             if time.monotonic() - self._heard_at > ALONE_S:
-                self._kill()
+                self.kill()
             self._reap()
         deadline = time.monotonic() + LAST_S
         while time.monotonic() < deadline and any(isinstance(key.data, Rank) for key in self._ready.get_map().values()):
@@ -171,7 +137,7 @@ class Agent:
         if messages is None:
             self._ready.unregister(source)
             if data is None:
-                self._kill()
+                self.kill()
             return
         for message in messages:
             if data is None:
@@ -191,7 +157,7 @@ class Agent:
                 if not rank.ended:
                     rank.process.send_signal(order["signal"])
         elif "end" in order:
-            self._kill()
+            self.kill()
 
     def _reap(self) -> None:
         for rank in self._ranks:
@@ -199,9 +165,9 @@ class Agent:
                 rank.ended = True
                 self._launcher.send({"ended": rank.number, "code": code})
                 if code < 0:
-                    self._kill()
+                    self.kill()
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
         for rank in self._ranks:
             if not rank.ended:
                 with contextlib.suppress(ProcessLookupError):
@@ -211,10 +177,18 @@ class Agent:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # signals for the ranks come from the launcher
+    try:
+        serve()
+    except BrokenLine as broken:
+        print(f"hvdtrain: host {socket.gethostname()}: {broken}", file=sys.stderr, flush=True)
+
+
+def serve() -> None:
+    """Read the job, and run it to its end. Raises BrokenLine."""
     first = os.fdopen(0, "rb", buffering=0, closefd=False).readline()
-    if not first.strip():
+    if (job := decoded(first, JOB, LAUNCHER)) is None:
         return
-    job, launcher = json.loads(first), Line(0, 1)
+    launcher = Line(0, 1, TO_AGENT, LAUNCHER)
     if Path(job["folder"]).is_dir():
         os.chdir(job["folder"])
     try:
@@ -223,4 +197,7 @@ def main() -> None:
         what = f"{job['command'][0]} on {socket.gethostname()}: {error.strerror}"
         print(f"hvdtrain: {what}; hint: name a program that this host has", file=sys.stderr, flush=True)
         sys.exit(69)
-    agent.run()
+    try:
+        agent.run()
+    finally:
+        agent.kill()

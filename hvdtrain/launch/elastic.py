@@ -28,6 +28,7 @@ from typing import Any
 
 from hvdtrain.launch.agent import BEAT_S, agent_command
 from hvdtrain.launch.hostfile import HostfileWatch, say
+from hvdtrain.launch.line import BrokenLine
 from hvdtrain.launch.members import RETURN_MAX_S, Host, Members, arrival, dismiss, slowness
 from hvdtrain.system import exits
 from hvdtrain.system.commands import Command
@@ -65,7 +66,8 @@ class ElasticJob:
         """`places`: each host with its slots and its address. `hostfile`: hosts that are added to this file take part,
         until there are `max_hosts`. `slowest`: see `_heed_pace`. `returns`: whether hosts may come back."""
         self._slowest, self._returns, self._max_hosts = slowest, returns, max_hosts
-        self._hostfile = HostfileWatch(hostfile, [slots.host for slots, _ in places]) if hostfile else None
+        self._addresses = {slots.host: address for slots, address in places}
+        self._hostfile = HostfileWatch(hostfile, self._addresses) if hostfile else None
         self._grace_s, self._members = grace_s, Members(len(places), min_hosts)
         self._signals: list[signal.Signals] = []
         self._deadline: float | None = None
@@ -84,7 +86,6 @@ class ElasticJob:
         self._attempts = 0
         size = sum(slots.slots for slots, _ in places)
         self._job = {"command": command, "environment": dict(environment), "folder": str(Path.cwd()), "size": size}
-        self._addresses = {slots.host: address for slots, address in places}
         self._hello = {"job_key": secrets.token_hex(KEY_BYTES), "addresses": self._addresses, "begun": {}}
         names = [slots.host for slots, _ in places for _ in range(slots.slots)]
         view = {"number": 0, "ranks": list(range(size)), "hosts": names, "reason": ""}
@@ -154,13 +155,17 @@ class ElasticJob:
                 continue
             index = sources[source]
             host = self._hosts[index]
-            messages = host.line.receive()
+            try:
+                messages = host.line.receive()
+                for message in messages or ():
+                    host.heard_at = time.monotonic()  # its agent has started, so START_S does not count any more
+                    self._take(index, message)
+            except BrokenLine as broken:
+                if not host.lost:
+                    self._lose(index, str(broken))
+                continue
             if messages is None:
                 self._closed(index)
-                continue
-            for message in messages:
-                host.heard_at = time.monotonic()  # its agent has started, so START_S does not count any more
-                self._take(index, message)
 
     def _closed(self, index: int) -> None:
         host = self._hosts[index]
@@ -175,19 +180,26 @@ class ElasticJob:
 
     def _take(self, index: int, message: dict[str, Any]) -> None:
         host = self._hosts[index]
+        rank = message.get("ended", message.get("from"))
+        if rank is not None and rank not in host.ranks:
+            raise BrokenLine(f"host {host.name} sent a message of rank {rank}, which it does not have")
         if "stdout" in message:
             with contextlib.suppress(OSError):
                 os.write(1, message["stdout"].encode("utf-8", "surrogateescape"))
         elif "ended" in message and not host.lost:
             self._rank_ended(index, message["ended"], message["code"])
         elif "from" in message and not host.lost:
-            self._heard(message["from"], message["message"])
+            self._heard(index, message["from"], message["message"])
 
-    def _heard(self, rank: int, message: dict[str, Any]) -> None:
+    def _heard(self, index: int, rank: int, message: dict[str, Any]) -> None:
+        host = self._hosts[index]
         if "gather" in message:
             key = message["of"], message["gather"]
-            hosts = [-1 - key[0]] if key[0] < 0 else self._members.present
-            if key[0] not in (self._members.number, -1 - hosts[0]):
+            if key[0] == self._members.number and index in self._members.present:
+                hosts = self._members.present
+            elif key[0] == -1 - index:
+                hosts = [index]
+            else:
                 return
             self._gathers.setdefault(key, {})[rank] = message["data"]
             ranks = [each for index in hosts for each in self._hosts[index].ranks]
@@ -196,22 +208,21 @@ class ElasticJob:
                 self._tell({"of": key[0], "gathered": key[1], "data": [parts[each] for each in ranks]}, hosts)
         elif "began" in message:
             self._began.add(rank)
-            if any(rank == host.ranks[0] for host in self._hosts):  # other ranks of a host measure less
+            if rank == host.ranks[0]:  # other ranks of a host measure less
                 self._hello["begun"] = message["began"]
         elif "ready" in message:
-            host = next(host for host in self._hosts if rank in host.ranks)
             host.ready.add(rank)
             self._announce()
         elif "pace" in message:
-            self._heed_pace(next(index for index, host in enumerate(self._hosts) if rank in host.ranks), rank, message)
+            self._heed_pace(index, rank, message)
         elif "admit" in message and message["admit"] == self._members.number:
             self._admit()
-        elif "joined" in message and message["joined"] == self._members.number:
+        elif "joined" in message and message["joined"] == self._members.number and index in self._members.present:
             self._joined.add(rank)
             if self._joined == {*self._ranks()}:
                 self._members.establish(self._members.number)
-                for index in self._members.present:
-                    self._hosts[index].new = False
+                for each in self._members.present:
+                    self._hosts[each].new = False
                 self._again_at, self._attempts = None, 0
         elif "broken" in message and self._finished:
             self._end(None)  # the run is complete, and this rank waits for one that has ended
@@ -322,6 +333,9 @@ class ElasticJob:
                 continue
             host.return_at = now + host.wait_s
             if answers:
+                if (slots := len(host.ranks)) > answers and host.new:
+                    say(f"{host.name} has {answers} cores, so it gets {answers} ranks instead of {slots}")
+                    del host.ranks[answers:]
                 self._restart(index)
             elif host.new and not host.unreachable:
                 host.unreachable = True

@@ -8,11 +8,11 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 
 from hvdtrain.launch.link import address_of
-from hvdtrain.system import hosts
+from hvdtrain.system import hosts, net
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.hosts import Slots
 
@@ -22,10 +22,12 @@ LOOK_S = 1.0
 class HostfileWatch(threading.Thread):
     """Looks for new hosts in a hostfile, in a thread because file systems and name servers may answer late."""
 
-    def __init__(self, path: Path, known: Iterable[str]) -> None:
-        """`known`: names of hosts that are not new."""
+    def __init__(self, path: Path, known: Mapping[str, str]) -> None:
+        """`known`: the address of each host that is not new, by name."""
         super().__init__(name="hvdtrain-hostfile", daemon=True)
         self._path, self._known = path, {*known}
+        self._named = {_place(address): name for name, address in known.items()}
+        """Name of each known host, by address"""
         self._new: list[Slots] = []
         """New hosts in the file whose address is not known yet"""
         self._reported: set[str] = set()
@@ -70,8 +72,16 @@ class HostfileWatch(threading.Thread):
             self._reported.add(slots.host)
             return False
         self._known.add(slots.host)
-        self.found.put((slots, address))
+        if (name := self._named.setdefault(_place(address), slots.host)) != slots.host:
+            say(f"{slots.host} is not added: it is {name}, which is in the job; hint: give each host one name")
+        else:
+            self.found.put((slots, address))
         return True
+
+
+def _place(address: str) -> str:
+    """The same for all addresses of this machine."""
+    return "here" if net.is_own(address) else address
 
 
 def say(text: str) -> None:

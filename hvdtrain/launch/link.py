@@ -53,8 +53,11 @@ def address_of(host: str) -> str:
     try:
         return net.ipv4_addresses(host)[0]
     except OSError as error:
-        message = f"host {host} has no IPv4 address ({error.strerror or error})"
-        raise Failure(f"{message}; hint: check the spelling, or add it to /etc/hosts", exits.UNREACHABLE) from error
+        message, hint = f"host {host} has no IPv4 address ({error.strerror or error})", "check the spelling, or add it"
+        with contextlib.suppress(OSError):
+            socket.getaddrinfo(host, None, socket.AF_INET6)
+            message, hint = f"host {host} has only IPv6 addresses, and ranks connect over IPv4", "add an IPv4 address"
+        raise Failure(f"{message}; hint: {hint} to /etc/hosts", exits.UNREACHABLE) from error
 
 
 def choose_interface(names: Sequence[str], nic: str | None) -> tuple[str | None, str]:

@@ -10,13 +10,17 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from hvdtrain.launch.agent import Line, agent_command, on_host
+from hvdtrain.launch.agent import agent_command, on_host
+from hvdtrain.launch.line import FROM_AGENT, Line
 
 START_S = 30.0
 """Time for the connection to a host, and for its agent to start"""
 RETURN_S = 5.0
 """Wait before a lost host is started again. It doubles with each loss of that host, up to RETURN_MAX_S"""
 RETURN_MAX_S = 60.0
+
+CORES = ["sh", "-c", "echo; exec env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc"]
+"""Prints the number of cores in the last line"""
 
 
 @dataclasses.dataclass
@@ -46,7 +50,7 @@ class Host:
     wait_s: float = RETURN_S
     return_at: float = float("inf")
     """When it is started again"""
-    probe: subprocess.Popen[bytes] | None = None
+    probe: subprocess.Popen[str] | None = None
     """Tries whether the lost or new host answers"""
 
     @property
@@ -67,7 +71,7 @@ class Host:
             bufsize=0,
         )
         assert process.stdin is not None and process.stdout is not None
-        self.line = Line(process.stdout.fileno(), process.stdin.fileno())
+        self.line = Line(process.stdout.fileno(), process.stdin.fileno(), FROM_AGENT, f"host {self.name}")
         self.line.send(job)
         self.heard_at, self.lost = time.monotonic() + START_S, False
         self.running, self.ready, self.pace_s, self.slow = {*self.ranks}, set(), {}, 0
@@ -81,15 +85,21 @@ class Host:
             self.process.stdin.close()
             self.process.stdout.close()
 
-    def answers(self) -> bool | None:
-        """Try whether the host can be reached. Returns None as long as that is not known."""
+    def answers(self) -> int | None:
+        """Try whether the host can be reached. Returns its cores, 0 if it cannot, and None as long as that is not
+        known."""
         if self.probe is None:
-            words = on_host(self.name, self.address, ["true"])
+            words = on_host(self.name, self.address, CORES)
             quiet = subprocess.DEVNULL
-            self.probe = subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet, process_group=0)
+            self.probe = subprocess.Popen(
+                words, stdin=quiet, stdout=subprocess.PIPE, stderr=quiet, text=True, errors="replace", process_group=0
+            )
         elif (code := self.probe.poll()) is not None:
+            assert self.probe.stdout is not None
+            with self.probe.stdout as output:  # a login shell may have printed something before the number
+                last = output.read().strip().rpartition("\n")[2]
             self.probe = None
-            return code == 0
+            return int(last) if code == 0 and last.isdecimal() else 0
         return None
 
 
@@ -104,7 +114,8 @@ def arrival(hosts: Sequence[Host]) -> str:
 def slowness(host: Host, others: Sequence[Host]) -> float:
     """Return how many times as long as the median of the others a host computes in a step; 0 if it is not known."""
     paces = [max(other.pace_s.values()) for other in others if other.pace_s]
-    return max(host.pace_s.values()) / statistics.median(paces) if paces and host.pace_s else 0.0
+    usual = statistics.median(paces) if paces else 0.0
+    return max(host.pace_s.values()) / usual if usual > 0 and host.pace_s else 0.0
 
 
 def dismiss(hosts: Sequence[Host], patience_s: float) -> None:

@@ -1,6 +1,6 @@
 """The command lines of Open MPI 4, Open MPI 5 and MPICH for the same job.
 
-Open MPI 5 starts its daemons with PRRTE, which took over two of Open MPI's parameters under other names. MPICH's
+Open MPI 5 starts its daemons with PRRTE, which took over three of Open MPI's parameters under other names. MPICH's
 mpirun (Hydra) has no such parameters: it gets only the settings of Horovod and of the ranks.
 """
 
@@ -22,7 +22,11 @@ from hvdtrain.system.exits import Failure
 from hvdtrain.system.hosts import Slots
 
 OPEN_MPI, MPICH = "Open MPI", "MPICH"
-PRRTE = {"oob_tcp_if_include": "prte_if_include", "plm_rsh_args": "plm_ssh_args"}
+PRRTE = {
+    "oob_tcp_if_include": "prte_if_include",
+    "plm_rsh_args": "plm_ssh_args",
+    "orte_keep_fqdn_hostnames": "prte_keep_fqdn_hostnames",
+}
 """Parameter of Open MPI 4 -> parameter of PRRTE"""
 HYDRA_SSH = {"HYDRA_LAUNCHER_EXTRA_ARGS": "-o BatchMode=yes -o ConnectTimeout=10"}
 

@@ -27,7 +27,7 @@ from types import FrameType
 from typing import NoReturn
 
 from hvdtrain.system import exits, ssh
-from hvdtrain.system.commands import Command
+from hvdtrain.system.commands import Command, succeeds
 from hvdtrain.system.proc import ended, stat, strings, tree
 
 STARTERS = ("mpirun", "orterun", "orterun_wrapper", "mpiexec", "prterun", "mpiexec.hydra")
@@ -87,10 +87,16 @@ def end(root: int) -> None:
 
 
 def lost_host(names: Sequence[str]) -> str | None:
-    """The first host that does not answer at its ssh port. None if all do; a refused connection is an answer."""
+    """The first host that does not answer at its ssh port, or to ssh if that goes through a proxy. None if all do.
+
+    A refused connection is an answer.
+    """
     for name in names:
         try:
-            socket.create_connection(ssh.endpoint(name), timeout=ANSWER_S).close()
+            if endpoint := ssh.endpoint(name):
+                socket.create_connection(endpoint, timeout=ANSWER_S).close()
+            elif not succeeds(ssh.command(name, ["true"])):
+                return name
         except ConnectionRefusedError:
             continue
         except OSError:

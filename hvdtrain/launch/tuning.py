@@ -174,6 +174,7 @@ def openmpi_settings(link: Link) -> list[Setting]:
             reason = f"bytes, {1000 * size * 8 / rate:.0f} ms of {show_rate(rate)}: limits the queue ahead of an answer"
             chosen.append(("btl_tcp_sndbuf", str(size), reason))
         # No keep-alive here: with Open MPI's own, mpirun 4.1.8 crashes when a link is cut. The sentinel handles that.
+        chosen.append(("orte_keep_fqdn_hostnames", "1", "node.a.lab and node.b.lab are two hosts"))
         reason = "ssh fails instead of prompting for a password"
         chosen.append(("plm_rsh_args", "-o BatchMode=yes -o ConnectTimeout=10", reason))
     result = [Setting(*one, mca=True) for one in chosen]

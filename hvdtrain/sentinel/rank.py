@@ -91,11 +91,9 @@ class Sentinel:
 
     def _offer(self) -> dict[str, Any]:
         """Host, process and addresses of this rank, for the other ranks."""
-        host = socket.gethostname()
         return {
-            "host": host,
-            # The set of processes that it can see: hosts may share a name, and containers a machine.
-            "machine": f"{host} {_machine_id()}",
+            "host": socket.gethostname(),
+            "machine": machine(),
             "pid": os.getpid(),
             "port": self._socket.getsockname()[1],
             "addresses": self._addresses,
@@ -238,10 +236,10 @@ class Sentinel:
         return None
 
 
-def _machine_id() -> str:
-    """Distinguishes machines and process namespaces that share a host name."""
-    parts = []
+def machine() -> str:
+    """Return what is equal for ranks on one host: hosts may share a name, and containers a machine."""
+    parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        parts.append(str(Path("/proc/self/ns/pid").readlink()))
+        parts += [str(Path("/proc/self/ns", kind).readlink()) for kind in ("pid", "net")]
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     return " ".join(parts)

@@ -14,7 +14,7 @@ from hvdtrain.sweep import file
 from hvdtrain.sweep.dry_run import MONITORS
 from hvdtrain.sweep.file import ClusterSpec
 from hvdtrain.sweep.grid import UNLIMITED, Run
-from hvdtrain.system.commands import CHECKOUT, Command, as_user, calling_user
+from hvdtrain.system.commands import CHECKOUT, Command, as_caller, calling_user
 
 SCRIPTS = {
     "tools/cluster.sh": ["hvdtrain.lab"],
@@ -77,12 +77,7 @@ def launch(run: Run, flags: Command, folder: Path, *, hosts: Sequence[str], clus
     }[settings["launcher"]]
     if cluster:
         return [*script("tools/cluster.sh"), "exec", "--name", cluster, hosts[0], "--", *launcher, *program]
-    return [*_as_caller(), *launcher, *program]
-
-
-def _as_caller() -> Command:
-    """Under sudo, the words that run a command as the calling user."""
-    return as_user(pwd.getpwnam(calling_user())) if os.geteuid() == 0 else []
+    return [*as_caller(), *launcher, *program]
 
 
 def _variables(run: Run, folder: Path) -> list[str]:

@@ -114,6 +114,11 @@ def as_user(user: pwd.struct_passwd) -> Command:
     return ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--init-groups", "--"]
 
 
+def as_caller() -> Command:
+    """Under sudo, the words that run a command as the calling user, with that user's ssh keys."""
+    return as_user(pwd.getpwnam(calling_user())) if os.geteuid() == 0 else []
+
+
 @contextlib.contextmanager
 def as_calling_user() -> Iterator[None]:
     """Inside the block, root opens files with the calling user's rights.

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.system import exits, files
+from hvdtrain.system.commands import calling_user
 from hvdtrain.system.environment import task_counts
 from hvdtrain.system.exits import Failure
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}(\.[A-Za-z0-9_-]{1,63})*\.?")
+COUNT = r"\s+(max[_-])?slots\s*=\s*(\d{1,6})"
 HOSTFILE_LINE = re.compile(
-    r"(?P<host>[^\s:]+)(?::(?P<colon>\d{1,6})|\s+slots\s*=\s*(?P<slots>\d{1,6})(\s+max[_-]slots\s*=\s*\d+)?)?",
-    re.ASCII,
+    rf"(?:(?P<user>[^\s:@]+)@)?(?P<host>[^\s:@]+)(?::(?P<colon>\d{{1,6}})|(?P<counts>(?:{COUNT})*))", re.ASCII
 )
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters other than tab and newline."""
@@ -53,13 +54,19 @@ def parse_hosts(text: str) -> list[Slots]:
             message = f"hosts {text!r}: {part!r} is not HOST or HOST:SLOTS"
             raise Failure(f"{message}; hint: write them as a:2,b:2", exits.USAGE)
         slots.append(Slots(check_name(host, "hosts: "), int(count or 1)))
-    return _distinct(slots, f"hosts {text!r}")
+    for slot, other in itertools.combinations(slots, 2):
+        if slot.host == other.host:
+            message = f"hosts {text!r}: host {slot.host} is listed twice"
+            raise Failure(f"{message}; hint: give it once with all its slots", exits.USAGE)
+    return slots
 
 
 def read_hostfile(path: Path) -> list[Slots]:
     """Read a file with one host per line, as `a slots=2`, `a:2` or `a`; `#` starts a comment.
 
-    Raises Failure: 2 if the file cannot be read, and 65, naming file:line, for any other line.
+    As in mpirun, lines without a number that repeat a host (PBS, LSF) add a slot each, and max_slots is the number of
+    slots if there is no other. Raises Failure: 2 if the file cannot be read, and 65, naming file:line, for any other
+    line.
     """
     try:
         lines = files.read(path, files.SETTINGS_BYTES).decode("utf-8-sig").split("\n")
@@ -68,34 +75,47 @@ def read_hostfile(path: Path) -> list[Slots]:
     except UnicodeDecodeError as error:
         message = f"hostfile {path}: not a text file; hint: name another with --hostfile"
         raise Failure(message, exits.BAD_DATA) from error
-    slots = []
+    slots: dict[str, int] = {}
+    counted: set[str] = set()
+    """Hosts with a line that gives their number of slots"""
     for number, line in enumerate(lines, start=1):
+        where = f"{path}:{number}:"
         if CONTROL.search(line.removesuffix("\r")):  # some editors show it as a line end
-            message = f"{path}:{number}: {line[:100]!r} contains a control character"
+            message = f"{where} {line[:100]!r} contains a control character"
             raise Failure(f"{message}; hint: end each line with a newline", exits.BAD_DATA)
         text = line.partition("#")[0].strip()
         if not text:
             continue
         match = HOSTFILE_LINE.fullmatch(text)
-        count = int(match["colon"] or match["slots"] or 1) if match else 0
-        if match is None or count < 1:
-            raise Failure(f"{path}:{number}: {text[:100]!r} is not `HOST slots=N`", exits.BAD_DATA)
-        if not NAME.fullmatch(match["host"]):
-            raise Failure(f"{path}:{number}: {match['host'][:100]!r} is not a host name", exits.BAD_DATA)
-        slots.append(Slots(match["host"], count))
+        counts = _counts(match) if match else {}
+        count = counts.get("slots", counts.get("max", 1))
+        if match is None or not 1 <= count <= counts.get("max", count):
+            raise Failure(f"{where} {text[:100]!r} is not `HOST slots=N`", exits.BAD_DATA)
+        host, user = match["host"], match["user"]
+        if not NAME.fullmatch(host):
+            raise Failure(f"{where} {host[:100]!r} is not a host name", exits.BAD_DATA)
+        if user not in (None, calling_user()):
+            hint = f"set `User` for {host} in ~/.ssh/config, and give the host without it"
+            raise Failure(f"{where} {user[:100]!r} is another user; hint: {hint}", exits.BAD_DATA)
+        if counts and host in counted:
+            raise Failure(f"{where} host {host} is listed twice; hint: give it once with all its slots", exits.BAD_DATA)
+        counted |= {host} if counts else set()
+        slots[host] = slots.get(host, 0) + count
     if not slots:
         message = f"{path}: the file lists no hosts; hint: write one per line, as in `node1 slots=2`"
         raise Failure(message, exits.BAD_DATA)
-    return _distinct(slots, str(path), exits.BAD_DATA)
+    return [Slots(host, count) for host, count in slots.items()]
 
 
-def _distinct(slots: list[Slots], where: str, code: int = exits.USAGE) -> list[Slots]:
-    seen: set[str] = set()
-    for slot in slots:
-        if slot.host in seen:
-            raise Failure(f"{where}: host {slot.host} is listed twice; hint: give it once with all its slots", code)
-        seen.add(slot.host)
-    return slots
+def _counts(match: re.Match[str]) -> dict[str, int]:
+    """Return the numbers in a line of a hostfile: `slots` and `max`, 0 for one that is given twice."""
+    if match["colon"]:
+        return {"slots": int(match["colon"])}
+    counts: dict[str, int] = {}
+    for most, number in re.findall(COUNT, match["counts"], re.ASCII):
+        name = "max" if most else "slots"
+        counts[name] = 0 if name in counts else int(number)
+    return counts
 
 
 def expand_nodelist(text: str) -> list[str]:

@@ -24,9 +24,11 @@ def command(host: str, words: Sequence[str], *options: str) -> Command:
     return ["ssh", *(part for option in fixed for part in ("-o", option)), *options, "--", host, shlex.join(words)]
 
 
-def endpoint(host: str) -> tuple[str, int]:
-    """(host name, port) to which ssh would connect, from the user's ssh settings."""
+def endpoint(host: str) -> tuple[str, int] | None:
+    """(host name, port) to which ssh would connect, from the user's ssh settings. None if it goes through a proxy."""
     with contextlib.suppress(Failure):
         settings = dict(line.partition(" ")[::2] for line in run(["ssh", "-G", host]).splitlines())
+        if any(settings.get(name, "none") != "none" for name in ("proxyjump", "proxycommand")):
+            return None
         return settings["hostname"], int(settings["port"])
     return host, 22

@@ -28,7 +28,7 @@ from hvdtrain.records.identity import differing
 from hvdtrain.strategies import Exchange
 from hvdtrain.system import exits, files, locks
 from hvdtrain.system.exits import Failure
-from hvdtrain.training import manifest, resume
+from hvdtrain.training import manifest, run_folder
 from hvdtrain.training.balance import Balance
 from hvdtrain.training.train_state import Position
 
@@ -64,6 +64,7 @@ def begun(job: Job, folder: Path) -> dict[str, Any]:
     return {
         "folder": str(folder),
         "identity": job.run.identity(),
+        **run_folder.alike(job.run.config, job.run.data["fingerprint"]),
         "shares": job.run.plan.shares,
         "auto": job.auto,
         "profile": as_json(job.profile) if job.profile else None,
@@ -76,14 +77,14 @@ def joined(job: Job) -> tuple[Job, Path]:
     For --strategy auto it has the profile of another rank, because all ranks choose alike.
     Raises Failure (78) if the others have other settings.
     """
-    run, world = job.run, job.ranks
-    if differences := differing(world.begun["identity"], json.loads(json.dumps(run.identity()))):
+    run, world, begun = job.run, job.ranks, job.ranks.begun
+    own = {"identity": run.identity(), **run_folder.alike(run.config, run.data["fingerprint"])}
+    if differences := differing({name: begun[name] for name in own}, json.loads(json.dumps(own))):
         raise Failure(
-            f"{world.host} has other settings than the running job: {'; '.join(differences)}; hint: use the same "
-            "version of hvdtrain and the same data on all hosts",
+            f"{world.host} has other settings than the running job: {'; '.join(differences)}; hint: give all hosts "
+            "the same options, version of hvdtrain and data, as they were when the job started",
             exits.BAD_CONFIG,
         )
-    begun = world.begun
     plan = dataclasses.replace(run.plan, shares=tuple(begun["shares"]) if begun["shares"] else None)
     profile = msgspec.convert(begun["profile"], Profile) if begun["profile"] else None
     run = dataclasses.replace(run, plan=plan)
@@ -95,14 +96,21 @@ def has_room(job: Job, world: Communicator, consumed: int) -> bool:
     if not isinstance(world, ElasticCommunicator) or not world.newcomers:
         return True
     size = world.size + world.newcomers
-    return job.loader.has_room(consumed, size, resume.global_batch(job.run.config, size))
+    return job.loader.has_room(consumed, size, _global_batch(job, size))
+
+
+def _global_batch(job: Job, ranks: int) -> int:
+    """Return the samples per step of `ranks` ranks, in a run that began anew or was resumed: see `divided`."""
+    config, plan = job.run.config, job.run.plan
+    return config.global_batch_size or round(plan.global_batch * ranks / plan.ranks)
 
 
 def divided(job: Job, world: Communicator, balance: Balance | None) -> tuple[Loader, BatchPlan]:
     """Return the loader and the plan of a job for its present members. Collective.
 
-    A global batch that was given stays, and each rank takes more of it. Otherwise each rank keeps its batch, so the
-    global batch changes, and --lr-scaling applies. With unequal shares, a rank of a new host gets their mean.
+    A global batch that was given stays, and each rank takes more of it. Otherwise each rank keeps the batch that it had
+    when this job started, so the global batch changes, and --lr-scaling applies. With unequal shares, a rank of a new
+    host gets their mean.
     """
     config, shares = job.run.config, job.run.plan.shares
     if balance is not None:
@@ -110,7 +118,7 @@ def divided(job: Job, world: Communicator, balance: Balance | None) -> tuple[Loa
     elif shares is not None and isinstance(world, ElasticCommunicator):
         mean = sum(shares) / len(shares)
         shares = tuple(shares[rank] if rank < len(shares) else mean for rank in world.view.ranks)
-    batch = resume.global_batch(config, world.size)
+    batch = _global_batch(job, world.size)
     loader = job.loader.among(world.rank, world.size, batch, shares)
     plan = batch_plan.batch_plan(config, world.size, batch, loader.steps_per_epoch, shares)
     return loader, plan

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import hashlib
 import secrets
 import shlex
 import socket
@@ -11,7 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import records, strategies
+from hvdtrain import __file__ as package
+from hvdtrain import __version__, records, strategies
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.comm.world import RankGroup
@@ -63,23 +67,38 @@ def identity_of(
     }
 
 
-def check_alike(config: TrainConfig, fingerprint: str, group: RankGroup) -> None:
-    """Check that all ranks have the same options and the same data. Collective.
-
-    Raises Failure (78) for other options, which may come from a file on another host, and Failure (65) for data with
-    another fingerprint.
-    """
+def alike(config: TrainConfig, fingerprint: str) -> dict[str, Any]:
+    """Return what must be equal on all ranks: options, data, and the code of hvdtrain and of the program that runs."""
     options = {name: value for name, value in dataclasses.asdict(config).items() if name not in PER_RANK}
-    (first_host, first_options, first_data), *others = group.gather([socket.gethostname(), options, fingerprint])
-    for rank, (host, options, data) in enumerate(others, start=1):
-        if differences := identity.differing(options, first_options):
+    return {"options": options, "data": fingerprint, "code": _code()}
+
+
+@functools.cache
+def _code() -> str:
+    program = getattr(sys.modules["__main__"], "__file__", None)
+    code = hashlib.sha256()
+    for path in (*sorted(Path(package).parent.rglob("*.py")), *([Path(program)] if program else [])):
+        with contextlib.suppress(OSError):
+            code.update(path.read_bytes())
+    return f"hvdtrain {__version__}, {code.hexdigest()[:12]}"
+
+
+def check_alike(config: TrainConfig, fingerprint: str, group: RankGroup) -> None:
+    """Check that all ranks have the same options, code and data. Collective.
+
+    Raises Failure (78) for other options, which may come from a file on another host, or other code, and Failure (65)
+    for data with another fingerprint.
+    """
+    (first_host, first), *others = group.gather([socket.gethostname(), alike(config, fingerprint)])
+    for rank, (host, own) in enumerate(others, start=1):
+        if differences := identity.differing(own | {"data": None}, first | {"data": None}):
             raise Failure(
                 f"rank {rank} on {host} has other settings than rank 0 on {first_host} (here): "
-                f"{'; '.join(differences)}; hint: give all ranks the same flags, variables (mpirun -x NAME) and "
-                "--config, and --resume a folder with the same manifest.json on every host",
+                f"{'; '.join(differences)}; hint: give all ranks the same version of hvdtrain, flags, variables "
+                "(mpirun -x NAME) and --config, and --resume a folder with the same manifest.json on every host",
                 exits.BAD_CONFIG,
             )
-        if data != first_data:
+        if own["data"] != first["data"]:
             raise Failure(
                 f"rank {rank} on {host} has other data than rank 0 on {first_host}; hint: give all ranks the same "
                 "data, in the same order",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from safetensors.numpy import load
 
@@ -111,6 +109,18 @@ def restore(loaded: Loaded, replica: Replica, strategy: Strategy) -> None:
     strategy.load(parts["strategy"])
 
 
+def restore_model(loaded: Loaded, replica: Replica) -> None:
+    """Load only the weights and running statistics of a checkpoint, which other ranks may have saved. Raises Failure
+    (65) for arrays that do not fit."""
+    parameters = {name: array for name, array in replica.state().items() if name.startswith("parameter.")}
+    _check_fit(loaded.step, loaded.shared, parameters)
+    replica.load(loaded.shared)
+    own = {name: array for name, array in loaded.local.items() if name.startswith("buffer.")}
+    kept = {name.removeprefix("buffer."): array for name, array in (own or _mean_statistics(loaded)).items()}
+    _check_fit(loaded.step, kept, replica.local_state())
+    replica.load_local(kept)
+
+
 def resharded(loaded: Loaded, strategy: Strategy) -> Arrays:
     """Return this rank's local arrays from a checkpoint of other ranks, or of the same number on other hosts.
 
@@ -128,21 +138,15 @@ def resharded(loaded: Loaded, strategy: Strategy) -> Arrays:
             BAD_CONFIG,
         )
     own = {name: array for name, array in loaded.local.items() if not name.startswith("strategy.")}
-    own = own or _mean_buffers(loaded.others)
+    own = own or _mean_statistics(loaded)
     return own | {f"strategy.{name}": array for name, array in strategy.reshard_state(states).items()}
 
 
-def restore_model(loaded: Loaded, replica: Replica) -> None:
-    """Load the weights and running statistics of a checkpoint, to test them on any number of ranks."""
-    replica.load(loaded.shared)
-    buffers = loaded.local or _mean_buffers(loaded.others)
-    replica.load_local({name.removeprefix("buffer."): array for name, array in buffers.items()})
-
-
-def _mean_buffers(others: Sequence[Arrays]) -> Arrays:
-    buffers = {name: array for each in others for name, array in each.items() if name.startswith("buffer.")}
+def _mean_statistics(loaded: Loaded) -> Arrays:
+    """Return the mean running statistics over the ranks that saved a checkpoint."""
+    buffers = {name: array for each in loaded.others for name, array in each.items() if name.startswith("buffer.")}
     return {
-        name: np.mean([each[name] for each in others if name in each], axis=0, dtype=array.dtype)
+        name: np.mean([each[name] for each in loaded.others if name in each], axis=0, dtype=array.dtype)
         for name, array in buffers.items()
     }
 

@@ -24,7 +24,7 @@ from hvdtrain.comm import lifecycle, world
 from hvdtrain.comm.backends import tcp
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Clock
-from hvdtrain.strategies import Exchanged
+from hvdtrain.strategies import STOP, Exchanged
 from hvdtrain.training.membership import ElasticMembership, Outcome
 from hvdtrain.training.train_state import Position
 
@@ -40,12 +40,12 @@ class Replica:
         self._weights, self.momentum = np.zeros(SIZE, np.float32), np.zeros(SIZE, np.float32)
         self.memory, self.statistic = np.zeros(SIZE + 3, np.float32), np.zeros(4, np.float32)
 
-    def backward(self, step: int, rank: int, ranks: int, local: bool) -> None:
+    def backward(self, step: int, rank: int, ranks: int, local: bool, request: float) -> None:
         samples = SAMPLES + rank
         self._share = samples, sum(SAMPLES + each for each in range(ranks))
         random = np.random.default_rng([step, rank])
         self.memory[:SIZE] = random.normal(size=SIZE) * samples / (samples if local else self._share[1])
-        self.memory[SIZE:] = samples, samples, 0
+        self.memory[SIZE:] = samples, samples, request
         self.statistic += random.normal()
 
     def vector(self) -> np.ndarray:
@@ -106,11 +106,12 @@ def main(stop: lifecycle.StopSignal) -> int:
     views: list[Any] = []
     unchanged: list[bool] = []
     before: list[bytes] = []
-    totals = np.zeros(2)
+    totals, stopped = np.zeros(2), False
 
     def learn(done: Exchanged) -> None:
-        if done.totals is not None:
-            totals.__iadd__(done.totals)
+        nonlocal totals, stopped
+        totals += 0 if done.totals is None else done.totals
+        stopped |= done.stop
 
     class Members(ElasticMembership):
         """They have no work to divide."""
@@ -142,7 +143,7 @@ def main(stop: lifecycle.StopSignal) -> int:
             unchanged.append(before == arrays())
 
     def train() -> None:
-        replica.backward(at.step, ranks.rank, ranks.size, local)
+        replica.backward(at.step, ranks.rank, ranks.size, local, STOP * (ranks.number == 2 and at.step == 3))
         for number in range(len(buckets)):
             strategy.on_bucket_ready(number, replica.memory)
         learn(strategy.step(replica, LR, clock))
@@ -162,6 +163,7 @@ def main(stop: lifecycle.StopSignal) -> int:
         "unchanged": unchanged,
         "views": views,
         "totals": totals.tolist(),
+        "stopped": stopped,
         "view": ranks.view.number,
     }
     (folder / f"{own}.json").write_text(json.dumps(report))

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import math
 import os
-import pwd
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
@@ -22,7 +21,7 @@ from hvdtrain.lab.throttle.request import reachable
 from hvdtrain.lab.throttle.watchdog import Store
 from hvdtrain.lab.topology import Cluster
 from hvdtrain.system import exits, files, net
-from hvdtrain.system.commands import Command, as_user, calling_user
+from hvdtrain.system.commands import Command, as_caller
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.hosts import check_name
 from hvdtrain.system.rates import FRAME_BYTES, PAYLOAD_BYTES, goodput_one_way, show_rate
@@ -165,7 +164,7 @@ def _to_peer(options: argparse.Namespace) -> tuple[list[Route], str]:
         message = f"{options.peer} is reached through {device}, not through {options.dev}"
         raise Failure(f"{message}; hint: name a machine beyond {options.dev}")
     # ssh runs as the calling user, with that user's keys, and without the real-time priority of this process.
-    there = ["chrt", "--other", "0", *as_user(pwd.getpwnam(calling_user()))]
+    there = ["chrt", "--other", "0", *as_caller()]
     there += ssh_command(options.peer, sys.executable, [])
     routes = []
     for link in known:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 from hvdtrain.system import exits, hosts, ssh
-from hvdtrain.system.commands import CHECKOUT, Command, as_calling_user, find
+from hvdtrain.system.commands import CHECKOUT, Command, as_caller, as_calling_user, find
 from hvdtrain.system.exits import Failure
 
 ANSWER_S = 120.0
@@ -24,8 +24,8 @@ Results = dict[str, subprocess.CompletedProcess[str]]
 
 
 def command(host: str, arguments: list[str]) -> Command:
-    """The command that runs the throttle on a host, whatever the login shell."""
-    return ssh.command(host, ["sh", "-c", AS_ROOT, str(CHECKOUT / "tools" / "throttle.sh"), *arguments])
+    """The command that runs the throttle on a host, whatever the login shell. ssh has the calling user's keys."""
+    return as_caller() + ssh.command(host, ["sh", "-c", AS_ROOT, str(CHECKOUT / "tools" / "throttle.sh"), *arguments])
 
 
 def local_arguments(arguments: list[str]) -> list[str]:

@@ -22,6 +22,11 @@ from hvdtrain.results.read import frame as results
 from hvdtrain.strategies import parse
 
 TCP_STRATEGY = "local-sgd:every=2,staleness=1+powersgd:rank=1"
+FULL = """
+for number in os.listdir("/proc/self/fd"):
+    if os.path.realpath(f"/proc/self/fd/{number}").endswith("rank0000.jsonl"):
+        os.dup2(os.open("/dev/full", os.O_WRONLY), int(number))
+"""
 SCRIPT = str(PROGRAMS / "own_recorded.py")
 
 
@@ -30,24 +35,31 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of one script. One logs nothing, some fail."""
     folder = tmp_path_factory.mktemp("own")
     jobs = [
-        ("two", 2, "allreduce", ["--api-token", "hunter2"]),
+        ("two", 2, "allreduce", ["--api-token", "hunter2", "--begin", "os.chdir('/')"]),
         ("quiet", 2, TCP_STRATEGY, ["--quiet", "--seed", "3"]),
         ("failed", 1, "allreduce", ["--end", "raise ValueError('own mistake')"]),
         ("late", 1, "hierarchical", ["--end", "hvd.shutdown(); raise SystemExit(3)"]),
         ("other", 2, "allreduce", ["--end", "raise SystemExit(3 * hvd.rank())"]),
+        ("full", 1, "hierarchical", ["--begin", FULL]),
+        ("early", 2, "hierarchical", ["--begin", "batches -= hvd.rank()"]),
+        ("first", 2, "allreduce", ["--begin", "batches -= hvd.rank() == 0"]),
     ]
 
     def start(job: tuple[str, int, str, list[str]]) -> Any:
         name, ranks, strategy, flags = job
-        variables = {"HVDTRAIN_RUN_DIR": str(folder / name), "HVDTRAIN_STRATEGY": strategy}
+        variables = {"HVDTRAIN_RUN_DIR": os.path.relpath(folder / name, ROOT), "HVDTRAIN_STRATEGY": strategy}
         words = [str(PROGRAMS / "on_hosts.py"), "own_recorded"] if name == "quiet" else [SCRIPT]
         return launch(ranks, [*words, *flags], extra=variables)
 
     with ThreadPoolExecutor(3) as pool:
         for (name, *_), done in zip(jobs, pool.map(start, jobs), strict=True):
-            assert done.returncode == {"failed": 1, "late": 3, "other": 3}.get(name, 0), done.stderr[-3000:]
-            assert (f"run folder {folder / name}: 16 steps" in done.stderr) == (name not in ("failed", "other"))
-            assert (f"run folder {folder / name}: unfinished" in done.stderr) == (name in ("late", "other"))
+            codes = {"failed": 1, "late": 3, "other": 3, "early": 1, "first": 1}
+            assert done.returncode == codes.get(name, 0), done.stderr[-3000:]
+            assert (f"run folder {folder / name}: 16 steps" in done.stderr) == (name in ("two", "quiet", "late"))
+            unfinished = ("late", "other", "full")  # "first" may be ended before it says so
+            assert (f"run folder {folder / name}: unfinished" in done.stderr) == (name in unfinished) or name == "first"
+            assert ("the script of rank 1 has ended" in done.stderr) == (name == "early")
+            assert done.stderr.count("training continues without records") == (name == "full")
     return folder
 
 
@@ -126,9 +138,9 @@ def test_normal_and_failed_ends_of_an_interpreter(module: bool, tmp_path: Path) 
 def test_results_read_scripts_like_workloads(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = results.load([runs]).runs.set_index("run")
     assert dict(table["state"]) == {
-        name: "unfinished" if name in ("failed", "late", "other") else "complete" for name in table.index
+        name: "complete" if name in ("two", "quiet") else "unfinished" for name in table.index
     }
-    assert len(table) == 5
+    assert len(table) == 8
     assert table.loc["two", "samples_per_s"] > 0
     assert (table.loc["two", "rank_batch"], table.loc["quiet", "seed"]) == (32, 3)
     assert table.loc["two", "step_s"] == pytest.approx(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from typing import Any
 
 import horovod.torch
@@ -93,3 +94,6 @@ def test_a_hook_sums_the_buckets_of_distributed_data_parallel() -> None:
     worst, of_the_sum = report["powersgd:rank=4"]
     assert 0 < 5 * of_the_sum < worst < 0.1
     assert report["exit code"] == 78
+    done = launch(0, [str(PROGRAMS / "own_hook.py")])
+    assert json.loads(done.stdout)["hierarchical"][0] < 1e-6, "the ranks of torch.multiprocessing.spawn are one job"
+    assert (done.returncode, done.stderr.count("process_group= has 1 ranks")) == (78, 1), done.stderr

@@ -46,7 +46,7 @@ def begin(
         shapes: Shapes of the parameters that the optimizer trains.
         device: This rank's device.
         threads: Number of threads that this rank computes with.
-        gather: Collects the bytes of every rank when the script ends; `world` may still be exchanging then.
+        gather: Called when the script ends. Gives rank 0 the bytes of all ranks, in their order.
 
     Returns None if the script is not recorded. Raises Failure (73) if HVDTRAIN_RUN_DIR cannot be created or holds a
     run, and Failure (78) for unknown monitors.
@@ -69,7 +69,7 @@ def begin(
         raise Failure(f"HVDTRAIN_MONITOR_MS and _MONITOR_IDLE_S take numbers: {error}", exits.BAD_CONFIG) from None
     name = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(sys.argv[0]).stem) or "script"
     try:
-        folder = run_folder.open_folder(config, name, world)
+        folder = run_folder.open_folder(config, name, world).resolve()  # the script may change its folder
     except Failure as failure:
         message = str(failure).replace("add --resume to continue it, or ", "").replace("--run-dir", "HVDTRAIN_RUN_DIR")
         if options["RUN_DIR"]:
@@ -146,7 +146,7 @@ def interrupted(reason: str) -> None:
 
 
 def finish() -> None:
-    """Writes the end of the run and waits for the other ranks to do so. Never raises; a second call does nothing.
+    """Writes the end of the run, for which rank 0 waits for the others. Never raises; a second call does nothing.
 
     A script that is handling an exception has failed. COMPLETE is written later, if the process ends normally.
     """

@@ -5,11 +5,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import resource
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,14 +26,30 @@ from hvdtrain.plan import advice
 from hvdtrain.records.metrics import Score
 from hvdtrain.strategies import Exchange
 from hvdtrain.system import locks
+from hvdtrain.system.exits import Failure
 from hvdtrain.training import observers
 
-FAILURE_TIMEOUT_S = 2.0
-"""How long a failed rank waits for the others, which may still be training"""
 SPLITS = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
 """Splits of the data by the prefixes of logged names"""
 Gather = Callable[[bytes], list[bytes]]
 Number = TypeVar("Number", int, float)
+
+
+def _harmless(method: Callable[..., None]) -> Callable[..., None]:
+    """A method of a `Recorder` whose errors end the records, with a warning, but never the training."""
+
+    @functools.wraps(method)
+    def harmless(self: Recorder, *arguments: Any) -> None:
+        if self.ended or self._failed:
+            return
+        try:
+            method(self, *arguments)
+        except Exception as error:
+            self._failed, reason = True, str(error).partition("; hint: ")[0]
+            self.interruption = f"its records have ended: {reason}"
+            print(f"hvdtrain: warning: training continues without records: {reason}", file=sys.stderr, flush=True)
+
+    return harmless
 
 
 class Recorder:
@@ -76,19 +92,15 @@ class Recorder:
             self._monitors.enter_context(observers.monitoring(config, folder, world, device, self._print))
         self._began_unix_s, self._nic_began = time.time(), world.nic_counters()
         self._epoch_began = self._stepped = time.perf_counter()
-        self.ended = False
+        self.ended = self._failed = False
         self.choosing = False
         """Whether the strategy has yet to be chosen, so that steps are not representative"""
         self._failure: str | None = "its records end early"
         self.interruption: str | None = None
-        """Why ranks of an elastic job were lost"""
-        self._own_facts = b""
-        self._facts: list[Any] = []
-        self._ending = threading.Event()
-        # Started now, because Python 3.12 starts no threads while it exits.
-        self._exchange = threading.Thread(target=self._exchange_facts, args=[gather], daemon=True)
-        self._exchange.start()
+        """Why the records cannot become complete: ranks of an elastic job were lost, or a file cannot be written"""
+        self._gather = gather
 
+    @_harmless
     def step(
         self,
         optimizer: object,
@@ -102,8 +114,6 @@ class Recorder:
         If optimizers take turns, as in a GAN, the steps of the first one count, and each includes the following steps
         of the others. An optimizer that makes two steps in a row becomes the first.
         """
-        if self.ended:
-            return
         counts = optimizer is not None and optimizer in (self._first or optimizer, self._latest)
         self._latest = optimizer or self._latest
         now = time.perf_counter() if optimizer else self._stepped + (exchange_s or 0.0)
@@ -139,10 +149,9 @@ class Recorder:
                 local_bytes_sent=_sum(step.local_bytes_sent, local_sent_bytes),
             )
 
+    @_harmless
     def log(self, numbers: dict[str, float]) -> None:
         """Records the numbers of `record.log`."""
-        if self.ended:
-            return
         loss, epoch, samples = (numbers.pop(name, None) for name in ("loss", "epoch", "samples"))
         if epoch is None and (step := self._last_step) is not None:
             self._last_step = msgspec.structs.replace(
@@ -196,6 +205,10 @@ class Recorder:
         self._epoch_losses.clear()
         self._epoch_began = self._stepped = now
 
+    @_harmless
+    def _write_last_step(self) -> None:
+        self._flush()
+
     def _flush(self) -> None:
         """Writes the last step."""
         step, self._last_step = self._last_step, None
@@ -225,6 +238,7 @@ class Recorder:
         declared = {name: dataclasses.asdict(score) for name, score in self._scores.items()}
         self._amend(metric={"primary": next(iter(declared)), "scores": declared})
 
+    @_harmless
     def chose(self, exchange: Exchange, reason: str) -> None:
         """Adds the strategy that `auto` has chosen to the manifest. The time that this took is not part of a step."""
         self._stepped = time.perf_counter()
@@ -240,23 +254,25 @@ class Recorder:
     # --- the end ------------------------------------------------------------------------------------------------
 
     def end(self, failure: str | None) -> None:
-        """Ends this rank's records; rank 0 writes the summary if no rank reports a `failure`.
+        """Ends this rank's records; rank 0 waits for the others, and writes the summary if none reports a `failure`.
 
-        Collective, but a failed rank does not wait long. Never raises; a second call does nothing.
+        Never raises; a second call does nothing.
         """
         if self.ended:
             return
+        ended_unix_s = time.time()
+        self._write_last_step()
         self.ended = True
         try:
-            self._end(failure)
+            self._end(failure or self.interruption, ended_unix_s)
         except Exception as error:
             print(f"hvdtrain: the run's records end early: {error}", file=sys.stderr, flush=True)
 
-    def _end(self, failure: str | None) -> None:
-        self._flush()
-        failure = failure or self.interruption
-        ended_unix_s = time.time()
-        self._monitors.close()
+    def _end(self, failure: str | None, ended_unix_s: float) -> None:
+        try:
+            self._monitors.close()
+        except Exception as error:
+            failure = failure or str(error)
         facts, failure = self._gather_facts(failure)
         if self._world.rank == 0 and failure is None:
             summary = self._summary(facts, ended_unix_s)
@@ -275,7 +291,10 @@ class Recorder:
         if failure := self._failure or failure:
             self._print(f"run folder {self._folder}: unfinished, because {failure}")
         elif self._world.rank == 0:
-            records.write_document(self._folder / "COMPLETE", {"schema": records.SCHEMA, "utc": records.utc_now()})
+            try:
+                records.write_document(self._folder / "COMPLETE", {"schema": records.SCHEMA, "utc": records.utc_now()})
+            except Failure as error:
+                self._print(f"run folder {self._folder}: unfinished, because {error}")
 
     def _summary(self, facts: list[dict[str, Any]], ended_unix_s: float) -> records.Summary:
         shares = step_shares([Spent(**each["spent"]) for each in facts])
@@ -316,7 +335,7 @@ class Recorder:
         )
 
     def _gather_facts(self, failure: str | None) -> tuple[list[dict[str, Any]], str | None]:
-        """Each rank's contribution to the summary, in rank order, and the first failure of a rank."""
+        """The contributions to the summary, on rank 0 of all ranks in their order, and the first failure of a rank."""
         own = {
             "failure": failure,
             "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -325,18 +344,14 @@ class Recorder:
             "samples": self._rated_samples,
             "batch": self._batches.most_common(1)[0][0] if self._batches else None,
         }
-        self._own_facts = json.dumps(own).encode()
-        self._ending.set()
-        self._exchange.join(None if failure is None else FAILURE_TIMEOUT_S)
-        if failure is None and not self._facts:
-            failure = "a rank ended before the run's records were complete"
-        failures = (f"on rank {rank} {each['failure']}" for rank, each in enumerate(self._facts) if each["failure"])
-        return self._facts, failure or next(failures, None)
-
-    def _exchange_facts(self, gather: Gather) -> None:
-        self._ending.wait()
-        with contextlib.suppress(Exception):  # a rank has ended
-            self._facts = [json.loads(each) for each in gather(self._own_facts)]
+        if failure is not None and self._world.rank == 0:  # the others may still be training
+            return [own], failure
+        try:
+            facts = [json.loads(each) for each in self._gather(json.dumps(own).encode())]
+        except OSError:
+            return [own], failure or "a rank ended before the run's records were complete"
+        failures = (f"on rank {rank} {each['failure']}" for rank, each in enumerate(facts) if each["failure"])
+        return facts, failure or next(failures, None)
 
     def _print(self, text: str) -> None:
         if self._world.rank == 0:

@@ -27,6 +27,16 @@ for number in os.listdir("/proc/self/fd"):
     if os.path.realpath(f"/proc/self/fd/{number}").endswith("rank0000.jsonl"):
         os.dup2(os.open("/dev/full", os.O_WRONLY), int(number))
 """
+MORE = """
+for _ in range(6):
+    if _ % 2 == 0:  # several models after each other
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model.named_parameters())
+    optimizer.zero_grad()
+    model(images).sum().backward()
+    optimizer.step()
+hvd.shutdown()
+raise SystemExit(3)
+"""
 SCRIPT = str(PROGRAMS / "own_recorded.py")
 
 
@@ -38,7 +48,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("two", 2, "allreduce", ["--api-token", "hunter2", "--begin", "os.chdir('/')"]),
         ("quiet", 2, TCP_STRATEGY, ["--quiet", "--seed", "3"]),
         ("failed", 1, "allreduce", ["--end", "raise ValueError('own mistake')"]),
-        ("late", 1, "hierarchical", ["--end", "hvd.shutdown(); raise SystemExit(3)"]),
+        ("late", 1, "hierarchical", ["--end", MORE]),
         ("other", 2, "allreduce", ["--end", "raise SystemExit(3 * hvd.rank())"]),
         ("full", 1, "hierarchical", ["--begin", FULL]),
         ("early", 2, "hierarchical", ["--begin", "batches -= hvd.rank()"]),
@@ -55,7 +65,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for (name, *_), done in zip(jobs, pool.map(start, jobs), strict=True):
             codes = {"failed": 1, "late": 3, "other": 3, "early": 1, "first": 1}
             assert done.returncode == codes.get(name, 0), done.stderr[-3000:]
-            assert (f"run folder {folder / name}: 16 steps" in done.stderr) == (name in ("two", "quiet", "late"))
+            assert (f"run folder {folder / name}: 16 steps" in done.stderr) == (name in ("two", "quiet"))
+            assert (f"run folder {folder / name}: 22 steps" in done.stderr) == (name == "late")
             unfinished = ("late", "other", "full")  # "first" may be ended before it says so
             assert (f"run folder {folder / name}: unfinished" in done.stderr) == (name in unfinished) or name == "first"
             assert ("the script of rank 1 has ended" in done.stderr) == (name == "early")

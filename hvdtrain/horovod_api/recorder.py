@@ -72,8 +72,8 @@ class Recorder:
         self._first: object = None
         """The optimizer whose steps count"""
         self._latest: object = None
-        self._last_step: records.Step | None = None
-        """Not written yet, because the script may still log values of this step"""
+        self._unwritten: list[records.Step] = []
+        """The last step, whose values may still be logged, and steps of other optimizers that may become part of it"""
         self._epoch_losses = list[float]()
         self._batches = collections.Counter[int]()
         """Number of steps by their number of samples"""
@@ -114,47 +114,47 @@ class Recorder:
         If optimizers take turns, as in a GAN, the steps of the first one count, and each includes the following steps
         of the others. An optimizer that makes two steps in a row becomes the first.
         """
-        counts = optimizer is not None and optimizer in (self._first or optimizer, self._latest)
-        self._latest = optimizer or self._latest
         now = time.perf_counter() if optimizer else self._stepped + (exchange_s or 0.0)
         whole_s, self._stepped = now - self._stepped, now
         waited_s = min(exchange_s or 0.0, whole_s)
-        if counts:
+        step = records.Step(
+            step=0,  # until it is written
+            epoch=len(self._epochs),
+            loss=None,
+            samples=None,
+            lr=lr,
+            data_s=None,
+            compute_s=whole_s - waited_s,
+            communication_s=None if exchange_s is None else waited_s,
+            bytes_sent=sent_bytes,
+            local_bytes_sent=local_sent_bytes,
+            warmup=self.choosing,
+        )
+        if optimizer is not None and optimizer in (self._first or optimizer, self._latest):
+            if optimizer is not self._first and self._unwritten:  # it became the first with the step before
+                before = self._unwritten.pop()
+                self._flush()
+                self._unwritten.append(before)
             self._first = optimizer
             self._flush()
-            self._last_step = records.Step(
-                step=self._steps,
-                epoch=len(self._epochs),
-                loss=None,
-                samples=None,
-                lr=lr,
-                data_s=None,
-                compute_s=whole_s - waited_s,
-                communication_s=None if exchange_s is None else waited_s,
-                bytes_sent=sent_bytes,
-                local_bytes_sent=local_sent_bytes,
-                warmup=self.choosing or self._steps < WARMUP_STEPS,
-            )
             self._first_step_s = self._first_step_s or process_age_s()
-            self._steps += 1
-        elif (step := self._last_step) is None:  # it has been written
+            self._unwritten.append(step)
+        elif optimizer is not None and self._unwritten:
+            self._unwritten.append(step)
+        elif self._unwritten:
+            self._unwritten[-1] = _joined(self._unwritten[-1], step)
+        else:  # the step that it belongs to is written
             self._sent_bytes += sent_bytes
             self._local_sent_bytes = _sum(self._local_sent_bytes, local_sent_bytes)
-        else:
-            self._last_step = msgspec.structs.replace(
-                step,
-                compute_s=step.compute_s + whole_s - waited_s,
-                communication_s=_sum(step.communication_s, None if exchange_s is None else waited_s),
-                bytes_sent=step.bytes_sent + sent_bytes,
-                local_bytes_sent=_sum(step.local_bytes_sent, local_sent_bytes),
-            )
+        self._latest = optimizer or self._latest
 
     @_harmless
     def log(self, numbers: dict[str, float]) -> None:
         """Records the numbers of `record.log`."""
         loss, epoch, samples = (numbers.pop(name, None) for name in ("loss", "epoch", "samples"))
-        if epoch is None and (step := self._last_step) is not None:
-            self._last_step = msgspec.structs.replace(
+        if epoch is None and self._unwritten:
+            step = self._unwritten[-1]
+            self._unwritten[-1] = msgspec.structs.replace(
                 step,
                 loss=step.loss if loss is None else script.finite(loss),
                 samples=step.samples if samples is None else int(samples),
@@ -210,10 +210,14 @@ class Recorder:
         self._flush()
 
     def _flush(self) -> None:
-        """Writes the last step."""
-        step, self._last_step = self._last_step, None
-        if step is None:
+        """Writes the last step, with those of other optimizers that belong to it."""
+        if not self._unwritten:
             return
+        step = functools.reduce(_joined, self._unwritten)
+        self._unwritten.clear()
+        warmup = step.warmup or self._steps < WARMUP_STEPS
+        step = msgspec.structs.replace(step, step=self._steps, warmup=warmup)
+        self._steps += 1
         self._writer.write(step)
         self._spent.add(step)
         self._sent_bytes += step.bytes_sent
@@ -356,6 +360,19 @@ class Recorder:
     def _print(self, text: str) -> None:
         if self._world.rank == 0:
             print(f"hvdtrain: {text}", file=sys.stderr, flush=True)
+
+
+def _joined(step: records.Step, other: records.Step) -> records.Step:
+    """A step with what another optimizer did after it."""
+    return msgspec.structs.replace(
+        step,
+        loss=step.loss if other.loss is None else other.loss,
+        samples=step.samples if other.samples is None else other.samples,
+        compute_s=step.compute_s + other.compute_s,
+        communication_s=_sum(step.communication_s, other.communication_s),
+        bytes_sent=step.bytes_sent + other.bytes_sent,
+        local_bytes_sent=_sum(step.local_bytes_sent, other.local_bytes_sent),
+    )
 
 
 def _sum(one: Number | None, other: Number | None) -> Number | None:

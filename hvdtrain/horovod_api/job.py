@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import signal
@@ -241,7 +242,7 @@ def recorder(
         ranks, default = world or _job.world(), DEFAULT_REDUCER
     else:
         ranks, default = connect(next(iter(_fronts)), group=group), TrainConfig.strategy
-    gather, exchange = _last_gather(group), exchange or parse(default)
+    exchange, gather = exchange or parse(default), functools.partial(_last_gather, group)
     return record.begin(ranks, exchange, shapes=shapes, device=device, threads=threads, gather=gather)
 
 

@@ -12,7 +12,7 @@ import atexit
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,13 @@ samples: int | None = None
 
 
 def begin(
-    world: Communicator, exchange: Exchange, *, shapes: Sequence[Shape], device: str, threads: int, gather: Gather
+    world: Communicator,
+    exchange: Exchange,
+    *,
+    shapes: Sequence[Shape],
+    device: str,
+    threads: int,
+    gather: Callable[[], Gather],
 ) -> Steps | None:
     """Opens the run folder, measures the links and writes the manifest, once in a process. Collective.
 
@@ -46,7 +52,7 @@ def begin(
         shapes: Shapes of the parameters that the optimizer trains.
         device: This rank's device.
         threads: Number of threads that this rank computes with.
-        gather: Called when the script ends. Gives rank 0 the bytes of all ranks, in their order.
+        gather: Returns a function for the end of the script, which gives rank 0 the bytes of all ranks. Collective.
 
     Returns None if the script is not recorded. Raises Failure (73) if HVDTRAIN_RUN_DIR cannot be created or holds a
     run, and Failure (78) for unknown monitors.
@@ -99,7 +105,7 @@ def begin(
         **run_manifest.surroundings(device, threads, world),
     )
     run_manifest.keep(manifest, folder, {}, world)
-    _recorder = Recorder(world, config, manifest, folder, device, gather)
+    _recorder = Recorder(world, config, manifest, folder, device, gather())
     exit_status.watch()
     atexit.register(_at_exit, _recorder)
     return steps()

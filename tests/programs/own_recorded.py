@@ -21,7 +21,9 @@ model = torch.nn.Linear(64, 10)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 other = torch.nn.Linear(2, 2)  # a GAN has two optimizers
-second = hvd.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), other.named_parameters())
+second = torch.optim.SGD(other.parameters(), lr=0.1)
+compression = hvd.Compression.none if "--quiet" in sys.argv else hvd.Compression.fp16
+second = hvd.DistributedOptimizer(second, other.named_parameters(), compression)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
 images, labels = torch.randn(32, 64), torch.randint(0, 10, (32,))
 batches = 8

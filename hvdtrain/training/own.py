@@ -78,6 +78,7 @@ def train(
     74, 78). An uncaught Failure ends the whole job with one line.
     """
     global _finished
+    exits.replace_unknown_characters()
     lifecycle.guard(debug=bool(settings.get("debug")) or "--debug" in argv)
     if _finished:
         raise Failure(

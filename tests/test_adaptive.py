@@ -45,10 +45,10 @@ def test_only_twenty_steps_that_all_departed_make_a_rank_ask(factor: float) -> N
     assert not pace.departed()
 
 
-@pytest.mark.parametrize(("stops", "chooses"), [(0, 0), (0, 3), (2, 0), (3, 4095), (4095, 1)])
+@pytest.mark.parametrize(("stops", "chooses"), [(0, 0), (0, 3), (2, 0), (3, 4096), (5000, 1), (0, 1 << 24)])
 def test_requests_of_many_ranks_stay_apart(stops: int, chooses: int) -> None:
     exchanged = Exchanged.of(np.array([1, 1, stops * STOP + chooses * CHOOSE], np.float32), 0)
-    assert (exchanged.stop, exchanged.choose) == (stops > 0, chooses > 0)
+    assert (exchanged.stop, exchanged.choose) == (stops > 0, chooses > 0 and not stops)
 
 
 def test_a_running_strategy_stays_unless_another_gains_enough() -> None:

@@ -22,6 +22,21 @@ from hvdtrain.results.read import frame as results
 from hvdtrain.strategies import parse
 
 TCP_STRATEGY = "local-sgd:every=2,staleness=1+powersgd:rank=1"
+FULL = """
+for number in os.listdir("/proc/self/fd"):
+    if os.path.realpath(f"/proc/self/fd/{number}").endswith("rank0000.jsonl"):
+        os.dup2(os.open("/dev/full", os.O_WRONLY), int(number))
+"""
+MORE = """
+for _ in range(6):
+    if _ % 2 == 0:  # several models after each other
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model.named_parameters())
+    optimizer.zero_grad()
+    model(images).sum().backward()
+    optimizer.step()
+hvd.shutdown()
+raise SystemExit(3)
+"""
 SCRIPT = str(PROGRAMS / "own_recorded.py")
 
 
@@ -30,24 +45,32 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of one script. One logs nothing, some fail."""
     folder = tmp_path_factory.mktemp("own")
     jobs = [
-        ("two", 2, "allreduce", ["--api-token", "hunter2"]),
+        ("two", 2, "allreduce", ["--api-token", "hunter2", "--begin", "os.chdir('/')"]),
         ("quiet", 2, TCP_STRATEGY, ["--quiet", "--seed", "3"]),
         ("failed", 1, "allreduce", ["--end", "raise ValueError('own mistake')"]),
-        ("late", 1, "hierarchical", ["--end", "hvd.shutdown(); raise SystemExit(3)"]),
+        ("late", 1, "hierarchical", ["--end", MORE]),
         ("other", 2, "allreduce", ["--end", "raise SystemExit(3 * hvd.rank())"]),
+        ("full", 1, "hierarchical", ["--begin", FULL]),
+        ("early", 2, "hierarchical", ["--begin", "batches -= hvd.rank()"]),
+        ("first", 2, "allreduce", ["--begin", "batches -= hvd.rank() == 0"]),
     ]
 
     def start(job: tuple[str, int, str, list[str]]) -> Any:
         name, ranks, strategy, flags = job
-        variables = {"HVDTRAIN_RUN_DIR": str(folder / name), "HVDTRAIN_STRATEGY": strategy}
+        variables = {"HVDTRAIN_RUN_DIR": os.path.relpath(folder / name, ROOT), "HVDTRAIN_STRATEGY": strategy}
         words = [str(PROGRAMS / "on_hosts.py"), "own_recorded"] if name == "quiet" else [SCRIPT]
         return launch(ranks, [*words, *flags], extra=variables)
 
     with ThreadPoolExecutor(3) as pool:
         for (name, *_), done in zip(jobs, pool.map(start, jobs), strict=True):
-            assert done.returncode == {"failed": 1, "late": 3, "other": 3}.get(name, 0), done.stderr[-3000:]
-            assert (f"run folder {folder / name}: 16 steps" in done.stderr) == (name not in ("failed", "other"))
-            assert (f"run folder {folder / name}: unfinished" in done.stderr) == (name in ("late", "other"))
+            codes = {"failed": 1, "late": 3, "other": 3, "early": 1, "first": 1}
+            assert done.returncode == codes.get(name, 0), done.stderr[-3000:]
+            assert (f"run folder {folder / name}: 16 steps" in done.stderr) == (name in ("two", "quiet"))
+            assert (f"run folder {folder / name}: 22 steps" in done.stderr) == (name == "late")
+            unfinished = ("late", "other", "full")  # "first" may be ended before it says so
+            assert (f"run folder {folder / name}: unfinished" in done.stderr) == (name in unfinished) or name == "first"
+            assert ("the script of rank 1 has ended" in done.stderr) == (name == "early")
+            assert done.stderr.count("training continues without records") == (name == "full")
     return folder
 
 
@@ -62,7 +85,7 @@ def test_run_folder_has_measurements_and_logged_values(runs: Path) -> None:
         assert [step.step for step in steps] == list(range(16))
         assert [step.epoch for step in steps] == [0] * 8 + [1] * 8
         assert {(step.samples, step.data_s) for step in steps} == {(32, None)}
-        assert {step.bytes_sent for step in steps} == {2600 + 24}  # of both optimizers
+        assert {step.bytes_sent for step in steps} == {2600 + 12}  # of both optimizers, the second one's as float16
         assert all(later.loss < before.loss for before, later in itertools.pairwise(steps))
         assert all(step.communication_s is not None and step.compute_s > 0 for step in steps)
         assert [step.lr for step in steps] == [0.5] * 8 + [0.05] * 8
@@ -73,7 +96,7 @@ def test_run_folder_has_measurements_and_logged_values(runs: Path) -> None:
         exchanged = [step.step for step in read_run(runs / "quiet", rank)["step"] if step.bytes_sent]
         assert exchanged == [2, 4, 6, 7, 10, 12, 14, 15], "synchronize_weights() is part of the step before it"
     (summary,) = read_run(runs / "two")["summary"]
-    assert (summary.steps, summary.global_batch, summary.ranks, summary.bytes_sent) == (16, 64, 2, 16 * 2624)
+    assert (summary.steps, summary.global_batch, summary.ranks, summary.bytes_sent) == (16, 64, 2, 16 * 2612)
     assert (summary.bytes_sent_source, summary.local_bytes_sent) == ("computed", None)
     (quiet,) = read_run(runs / "quiet")["summary"]
     assert (quiet.bytes_sent_source, quiet.local_bytes_sent) == ("counted", 0)
@@ -127,9 +150,9 @@ def test_normal_and_failed_ends_of_an_interpreter(module: bool, tmp_path: Path) 
 def test_results_read_scripts_like_workloads(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = results.load([runs]).runs.set_index("run")
     assert dict(table["state"]) == {
-        name: "unfinished" if name in ("failed", "late", "other") else "complete" for name in table.index
+        name: "complete" if name in ("two", "quiet") else "unfinished" for name in table.index
     }
-    assert len(table) == 5
+    assert len(table) == 8
     assert table.loc["two", "samples_per_s"] > 0
     assert (table.loc["two", "rank_batch"], table.loc["quiet", "seed"]) == (32, 3)
     assert table.loc["two", "step_s"] == pytest.approx(
@@ -150,7 +173,7 @@ def test_recording_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("HVDTRAIN_RECORD", "0")
     monkeypatch.chdir(tmp_path)
     world = connect("torch", backend="tcp")
-    about = {"shapes": [(1,)], "device": "cpu", "threads": 1, "gather": world.gather_bytes}
+    about = {"shapes": [(1,)], "device": "cpu", "threads": 1, "gather": lambda: world.gather_bytes}
     assert record.begin(world, parse("hierarchical"), **about) is None
     record.log(loss=1.0)
     record.finish()

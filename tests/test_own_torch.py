@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+from pathlib import Path
 from typing import Any
 
 import horovod.torch
@@ -40,8 +42,11 @@ def test_both_backends_return_the_same_results(launcher: str, strategy: str, wor
     assert on_tcp["ranks"] == on_horovod["ranks"]
 
 
-def test_calls_return_the_same_results_without_horovod(on_horovod: Any) -> None:
-    on_tcp = document(launch(2, [*WITHOUT_HOROVOD, str(PROGRAMS / "own_calls.py")], "torchrun"))
+def test_calls_return_the_same_results_without_horovod(on_horovod: Any, tmp_path: Path) -> None:
+    """The home folder of many containers cannot be written."""
+    extra = {"HOME": "/proc", "TMPDIR": str(tmp_path)}
+    on_tcp = document(launch(2, [*WITHOUT_HOROVOD, str(PROGRAMS / "own_calls.py")], "torchrun", extra))
+    assert list(tmp_path.glob("hvdtrain-*.key"))
     assert set(on_tcp["needs Horovod"]) == {"Adasum", "join"}
     for own, expected in zip(on_tcp["ranks"], on_horovod["ranks"], strict=True):
         own["is"][1:3] = expected["is"][1:3]  # whether Horovod was built with MPI and Gloo
@@ -94,3 +99,6 @@ def test_a_hook_sums_the_buckets_of_distributed_data_parallel() -> None:
     worst, of_the_sum = report["powersgd:rank=4"]
     assert 0 < 5 * of_the_sum < worst < 0.1
     assert report["exit code"] == 78
+    done = launch(0, [str(PROGRAMS / "own_hook.py")])
+    assert json.loads(done.stdout)["hierarchical"][0] < 1e-6, "the ranks of torch.multiprocessing.spawn are one job"
+    assert (done.returncode, done.stderr.count("process_group= has 1 ranks")) == (78, 1), done.stderr

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -18,15 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LIMIT_S, PROGRAMS, ROOT, command, document, environment, failing, forked, launch, until
+from conftest import LIMIT_S, PROGRAMS, ROOT, command, document, environment, failing, fails, forked, launch, until
 from thread_ranks import at_once
 
 from hvdtrain.comm import rendezvous, signed_store
 from hvdtrain.comm.launch_env import LaunchEnv
+from hvdtrain.data import prepared
 from hvdtrain.doctor.agent import LOCAL, Agent
 from hvdtrain.sentinel import auth
 from hvdtrain.sentinel.watch import PURPOSE, RankReport
-from hvdtrain.system import link_probe, socket_filter
+from hvdtrain.system import files, link_probe, socket_filter
 from hvdtrain.system.exits import Failure
 
 STRANGERS = 1100
@@ -407,6 +409,30 @@ def test_unsafe_key_files_are_rejected(kind: str, tmp_path: Path) -> None:
         path.chmod(0o644 if kind == "open" else 0o600)
     with failing(77, "key"):
         signed_store.user_key(tmp_path)
+
+
+@pytest.mark.root
+def test_a_user_without_an_account_needs_no_home_folder_on_one_host() -> None:
+    """As in `docker run --user 12345`."""
+    key = Path(tempfile.gettempdir(), "hvdtrain-12345.key")
+
+    def program() -> None:
+        os.setuid(12345)
+        for home in (None, "/"):
+            os.environ.pop("HOME", None)
+            os.environ |= {"HOME": home} if home else {}
+            fails(signed_store.user_key, 77, "docker run -e HOME=")
+            assert signed_store.user_key(one_host=True) == key.read_bytes()
+            if home is None:
+                fails(files.cache_folder, 73, "XDG_CACHE_HOME")
+            with Path(__file__).open("rb") as file, prepared._verified_before(Path(__file__), file, "") as before:
+                assert not before
+
+    try:
+        done = forked(program)
+    finally:
+        key.unlink(missing_ok=True)
+    assert not done.returncode, done.stderr
 
 
 # --- doctor and throttle --------------------------------------------------------------------------------------------

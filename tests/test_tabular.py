@@ -199,3 +199,11 @@ def test_predictions_need_no_classes_and_other_columns_are_errors(runs: Path, ot
 )
 def test_invalid_options_are_one_line(flags: list[str], code: int, told: str) -> None:
     refused("tabular", *flags, code=code, said=told)
+
+
+def test_a_class_that_the_terminal_cannot_show_is_replaced(tmp_path: Path) -> None:
+    rows = [f"{number},{'狗' if number % 2 else '猫'}" for number in range(80)]
+    (tmp_path / "animals.csv").write_text("\n".join(["size,kind", *rows]))
+    flags = ["--data", str(tmp_path / "animals.csv"), "--epochs", "1", "--run-dir", str(tmp_path / "run")]
+    done = launch(0, ["-m", "hvdtrain.tabular", *flags], extra={"PYTHONIOENCODING": "latin-1"})
+    assert (done.returncode, done.stdout.count("?") > 1) == (0, True), done.stderr

@@ -14,7 +14,7 @@ class LaunchEnv:
     """What the launcher's environment variables say about this rank. Read before anything heavy is imported."""
 
     launcher: str
-    """alone, torchrun, elastic (launch/mpirun.sh --elastic), horovodrun, mpirun or srun"""
+    """alone, torchrun, elastic (launch/mpirun.sh --elastic), torch.distributed, horovodrun, mpirun or srun"""
     rank: int = 0
     """`size` or more for a rank of a host that was added to a running elastic job"""
     size: int = 1
@@ -27,6 +27,7 @@ class LaunchEnv:
 LAUNCHERS: list[tuple[str, ...]] = [
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("elastic", *(f"HVDTRAIN_ELASTIC_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    ("torch.distributed", *(f"HVDTRAIN_TORCH_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
     ("mpirun", *(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
     ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH's
     ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),

@@ -64,6 +64,7 @@ def run(program: Callable[[StopSignal], int], *, debug: bool) -> None:
     error the process ends at once, without disconnecting: a rank that waited in its exit handlers would block its
     peers for ever. A rank that only lost a peer prints nothing unless its launcher leaves it alive.
     """
+    exits.replace_unknown_characters()
     _check_launch()
     stop = StopSignal()
     try:

@@ -50,6 +50,8 @@ def join(environment: LaunchEnv) -> Rendezvous:
         return SignedRendezvous(HorovodrunRendezvous(environment))
     if environment.launcher == "torchrun":
         return SignedRendezvous(TorchrunRendezvous(environment))
+    if environment.launcher == "torch.distributed":
+        return SignedRendezvous(DistributedRendezvous(environment))
     return MpiRendezvous(environment)
 
 
@@ -182,7 +184,33 @@ class HorovodrunRendezvous(StoreRendezvous):
             return None
 
 
-class TorchrunRendezvous(StoreRendezvous):
+class TorchRendezvous(StoreRendezvous):
+    """A store of torch.distributed."""
+
+    _store: Any
+
+    def _put(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def _delete(self, key: str) -> None:
+        self._store.delete_key(key)
+
+    def _get(self, key: str) -> bytes | None:
+        return bytes(self._store.get(key)) if self._store.check([key]) else None
+
+
+class DistributedRendezvous(TorchRendezvous):
+    """The store of a script that has called `init_process_group` itself, as with torch.multiprocessing.spawn."""
+
+    def __init__(self, environment: LaunchEnv) -> None:
+        from torch.distributed import distributed_c10d
+
+        super().__init__(environment, "torch.distributed's store")
+        self._store = distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+        self.local_rank, self.local_size = _place(self)
+
+
+class TorchrunRendezvous(TorchRendezvous):
     """torchrun's store, PyTorch's TCPStore.
 
     The store outlives a restart of the ranks (--max-restarts, or a host that joins) and then still holds the values of
@@ -206,19 +234,10 @@ class TorchrunRendezvous(StoreRendezvous):
         serves = environment.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         patience = datetime.timedelta(seconds=PATIENCE_S)
         try:
-            self._store: Any = TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=patience)
+            self._store = TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=patience)
             self._scope += f".{self._name_of_start()}"
         except (OSError, RuntimeError) as error:
             raise self._unreachable(error) from error
-
-    def _put(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)
-
-    def _delete(self, key: str) -> None:
-        self._store.delete_key(key)
-
-    def _get(self, key: str) -> bytes | None:
-        return bytes(self._store.get(key)) if self._store.check([key]) else None
 
     def _name_of_start(self) -> str:
         """Rank 0's random word.
@@ -251,9 +270,7 @@ class Subgroup:
     def __init__(self, whole: Rendezvous, ranks: Sequence[int]) -> None:
         self._whole, self._ranks = whole, ranks
         self.rank, self.size, self.job_key = ranks.index(whole.rank), len(ranks), whole.job_key
-        hosts = self.gather_bytes(machine().encode())
-        local = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
-        self.local_rank, self.local_size = local.index(self.rank), len(local)
+        self.local_rank, self.local_size = _place(self)
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
         messages = self._whole.gather_bytes(own)
@@ -261,6 +278,13 @@ class Subgroup:
 
     def shutdown(self) -> None:
         """Nothing to do: the owner of the whole shuts it down."""
+
+
+def _place(ranks: Any) -> tuple[int, int]:
+    """This rank's number among the ranks of its host, and their number. Collective."""
+    hosts = ranks.gather_bytes(machine().encode())
+    local = [rank for rank, host in enumerate(hosts) if host == hosts[ranks.rank]]
+    return local.index(ranks.rank), len(local)
 
 
 def reserved_port(first: int) -> socket.socket:

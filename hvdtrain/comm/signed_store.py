@@ -4,7 +4,7 @@ The key is a file of 32 random bytes in the user's home folder, created at first
 The ranks exchange nonces through the store and derive the job key from the nonces and the user's key. Nobody can
 compute it from the contents of the store, and each job has a different one. From then on every message carries an HMAC
 under the job key. Hosts that share the home folder share the user's key; to other hosts the user copies it, as with an
-ssh key.
+ssh key. On a single host whose home folder cannot be written, it is in the folder for temporary files.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 import stat
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ class SignedRendezvous:
             raise self._not_signed([len(nonce) == NONCE_BYTES for nonce in nonces].index(False))
         if nonces[self.rank] != own:  # nonces replayed from an earlier job would give its job key
             raise self._not_signed(self.rank)
-        self.job_key = auth.code(user_key(), b"hvdtrain job", b"".join(nonces))
+        key = user_key(one_host=store.local_size == store.size)
+        self.job_key = auth.code(key, b"hvdtrain job", b"".join(nonces))
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
         self._gathers += 1
@@ -71,19 +73,30 @@ class SignedRendezvous:
         self._store.shutdown()
 
 
-def user_key(home: Path | None = None) -> bytes:
-    """This user's key, created if there is none. Raises Failure (77) if it cannot be stored or others can read it."""
+def user_key(home: Path | None = None, *, one_host: bool = False) -> bytes:
+    """This user's key, created if there is none.
+
+    With `one_host`, it is in the folder for temporary files if the home folder cannot hold it, as in many containers.
+    Raises Failure (77) if it cannot be stored or others can read it.
+    """
+    path = Path("~", USER_KEY)
     try:
-        path = (home or Path.home()) / USER_KEY
-        if not path.exists():
+        try:
+            path = (home or Path.home()) / USER_KEY
+            _create(path)
+        except (OSError, RuntimeError):  # RuntimeError: no home folder
+            if not one_host:
+                raise
+            path = Path(tempfile.gettempdir(), f"hvdtrain-{os.geteuid()}.key")
             _create(path)
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as file:
             status, key = os.fstat(descriptor), file.read(KEY_BYTES + 1)
-    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
+    except (OSError, RuntimeError) as error:
         raise Failure(
-            f"~/{USER_KEY}: {getattr(error, 'strerror', None) or error}; ranks that use the launcher's store need a "
-            "key there; hint: make the home folder writable, or start with launch/mpirun.sh",
+            f"{path}: {getattr(error, 'strerror', None) or error}; ranks that use the launcher's store need a key "
+            "there; hint: set HOME to a folder that you can write and that has this key on every host (docker run -e "
+            "HOME=...), or start with launch/mpirun.sh",
             exits.NO_PERMISSION,
         ) from error
     private = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
@@ -94,7 +107,10 @@ def user_key(home: Path | None = None) -> bytes:
 
 
 def _create(path: Path) -> None:
-    """Write the key under a temporary name first: other ranks may create it too, and none may read half a key."""
+    """Make a key unless there is one, first under a temporary name: other ranks may do so too, and none may read half
+    of it."""
+    if path.exists():
+        return
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".key-{secrets.token_hex(8)}")
     with os.fdopen(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:

@@ -38,8 +38,8 @@ AGAIN = "copy or prepare it again"
 
 
 def cache_folder(kind: str) -> Path:
-    """This host's cache folder for one `kind` of data, below $XDG_CACHE_HOME or ~/.cache. Users may delete it."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain" / kind
+    """This host's cache folder for one `kind` of data, see `files.cache_folder`. Users may delete it."""
+    return files.cache_folder() / kind
 
 
 @contextmanager
@@ -188,12 +188,12 @@ def _verified_before(path: Path, file: BufferedReader, sha256: str) -> Iterator[
     about = os.fstat(file.fileno())
     place = json.dumps([os.uname().nodename, os.path.realpath(path)])
     text = json.dumps([place, about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, sha256]).encode()
-    home = cache_folder("verified")
     with contextlib.ExitStack() as stack:
         try:
+            home = cache_folder("verified")
             home.mkdir(parents=True, exist_ok=True, mode=0o700)
             note = stack.enter_context(files.locked(home / hashlib.sha256(place.encode()).hexdigest()[:32]))
-        except OSError:
+        except (OSError, Failure):
             yield False
             return
         known = os.fstat(note).st_uid == os.geteuid() and os.pread(note, len(text) + 1, 0) == text

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import signal
@@ -24,11 +25,14 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from hvdtrain.comm import lifecycle
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.backends.horovod import HorovodCommunicator
 from hvdtrain.comm.backends.tcp import TcpCommunicator
 from hvdtrain.comm.launch_env import launch_env
+from hvdtrain.comm.stream import connect_ranks, swap
 from hvdtrain.comm.world import RankGroup, connect
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.horovod_api import record
@@ -45,7 +49,7 @@ from hvdtrain.training import profiled
 VARIABLE = "HVDTRAIN_STRATEGY"
 NOT_INITIALISED = "Horovod has not been initialized; use hvd.init()."
 """Horovod's error message"""
-WITHOUT_HOROVOD = {"torchrun": "torchrun", "elastic": "--elastic"}
+WITHOUT_HOROVOD = {"torchrun": "torchrun", "elastic": "--elastic", "torch.distributed": "torch.distributed"}
 """Launchers that Horovod does not support, and their names in messages"""
 
 
@@ -233,13 +237,42 @@ def recorder(
         return record.steps()
     if _job is not None and _job.joins:
         return None  # the others have opened the run folder
+    group = _group or RankGroup.watched(Communicator())
     if _job is not None:
-        ranks, gather, default = world or _job.world(), _job.gather_bytes, DEFAULT_REDUCER
+        ranks, default = world or _job.world(), DEFAULT_REDUCER
     else:
-        ranks = connect(next(iter(_fronts)), group=_group or RankGroup.watched(Communicator()))
-        gather, default = ranks.gather_bytes, TrainConfig.strategy
-    exchange = exchange or parse(default)
+        ranks, default = connect(next(iter(_fronts)), group=group), TrainConfig.strategy
+    exchange, gather = exchange or parse(default), functools.partial(_last_gather, group)
     return record.begin(ranks, exchange, shapes=shapes, device=device, threads=threads, gather=gather)
+
+
+def _last_gather(group: RankGroup) -> Callable[[bytes], list[bytes]]:
+    """Connects each rank to rank 0, for the time after the scripts have ended. Collective.
+
+    Returns a function that gives rank 0 the bytes of all ranks, and the others their own.
+    """
+    rank, size = group.rendezvous.rank, group.rendezvous.size
+    targets, expected = (range(1), range(0)) if rank else (range(0), range(1, size))
+    streams = connect_ranks(group.rendezvous, group.endpoint, b"records", targets, expected) if size > 1 else {}
+    for stream in streams.values():
+        stream.blocks_rank = False  # no rank is at fault because its script takes longer
+
+    def gather(own: bytes) -> list[bytes]:
+        leave()
+        if rank:
+            swap(streams[0], np.frombuffer(own, np.uint8), None)
+        return [own, *(swap(None, None, streams[each]).tobytes() for each in expected)]
+
+    return gather
+
+
+def leave() -> None:
+    """This rank's script has ended: ranks that still wait for it get an error."""
+    if _job is not None:
+        _job.leave()
+    else:
+        for front in _fronts.values():
+            front.module.shutdown()
 
 
 def reconnect() -> None:

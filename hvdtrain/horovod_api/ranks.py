@@ -102,9 +102,14 @@ class Job:
             lifecycle.fail(Failure(f"{problem}; hint: {hint}", exits.BAD_CONFIG))
         self._exchanged.add(what)
 
-    def gather_bytes(self, own: bytes) -> list[bytes]:
-        """The bytes of every rank, in rank order, on all ranks. Unlike the method of `calls`, it outlives a loss."""
-        return self.calls.gather_bytes(own)
+    def leave(self) -> None:
+        """This rank's script has ended. Ranks that still wait for it get an error, but not in an elastic job."""
+        if self.elastic is None:
+            for strategy in self._strategies:
+                strategy.wait_idle()
+            for world in self._tcp_worlds():
+                world.leave()
+            self.calls.close()
 
     def _check_connected(self) -> None:
         """Raises PeerLost if a host was lost while connections were made that `interrupt` did not know yet."""
@@ -113,11 +118,13 @@ class Job:
 
     def interrupt(self) -> None:
         """Ends all transfers of an elastic job with PeerLost. Called from any thread."""
-        with self._registering:
-            worlds = [world for world in self._worlds if isinstance(world, TcpCommunicator)]
-        for world in worlds:
+        for world in self._tcp_worlds():
             world.interrupt()
         self.calls.interrupt()
+
+    def _tcp_worlds(self) -> list[TcpCommunicator]:
+        with self._registering:
+            return [world for world in self._worlds if isinstance(world, TcpCommunicator)]
 
     def close(self) -> None:
         """Closes all connections. Ranks that still wait for this one get an error."""

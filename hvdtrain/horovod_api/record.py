@@ -12,7 +12,7 @@ import atexit
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,13 @@ samples: int | None = None
 
 
 def begin(
-    world: Communicator, exchange: Exchange, *, shapes: Sequence[Shape], device: str, threads: int, gather: Gather
+    world: Communicator,
+    exchange: Exchange,
+    *,
+    shapes: Sequence[Shape],
+    device: str,
+    threads: int,
+    gather: Callable[[], Gather],
 ) -> Steps | None:
     """Opens the run folder, measures the links and writes the manifest, once in a process. Collective.
 
@@ -46,7 +52,7 @@ def begin(
         shapes: Shapes of the parameters that the optimizer trains.
         device: This rank's device.
         threads: Number of threads that this rank computes with.
-        gather: Collects the bytes of every rank when the script ends; `world` may still be exchanging then.
+        gather: Returns a function for the end of the script, which gives rank 0 the bytes of all ranks. Collective.
 
     Returns None if the script is not recorded. Raises Failure (73) if HVDTRAIN_RUN_DIR cannot be created or holds a
     run, and Failure (78) for unknown monitors.
@@ -69,7 +75,7 @@ def begin(
         raise Failure(f"HVDTRAIN_MONITOR_MS and _MONITOR_IDLE_S take numbers: {error}", exits.BAD_CONFIG) from None
     name = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(sys.argv[0]).stem) or "script"
     try:
-        folder = run_folder.open_folder(config, name, world)
+        folder = run_folder.open_folder(config, name, world).resolve()  # the script may change its folder
     except Failure as failure:
         message = str(failure).replace("add --resume to continue it, or ", "").replace("--run-dir", "HVDTRAIN_RUN_DIR")
         if options["RUN_DIR"]:
@@ -99,7 +105,7 @@ def begin(
         **run_manifest.surroundings(device, threads, world),
     )
     run_manifest.keep(manifest, folder, {}, world)
-    _recorder = Recorder(world, config, manifest, folder, device, gather)
+    _recorder = Recorder(world, config, manifest, folder, device, gather())
     exit_status.watch()
     atexit.register(_at_exit, _recorder)
     return steps()
@@ -146,7 +152,7 @@ def interrupted(reason: str) -> None:
 
 
 def finish() -> None:
-    """Writes the end of the run and waits for the other ranks to do so. Never raises; a second call does nothing.
+    """Writes the end of the run, for which rank 0 waits for the others. Never raises; a second call does nothing.
 
     A script that is handling an exception has failed. COMPLETE is written later, if the process ends normally.
     """

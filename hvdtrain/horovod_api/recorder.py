@@ -5,11 +5,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import resource
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,14 +26,30 @@ from hvdtrain.plan import advice
 from hvdtrain.records.metrics import Score
 from hvdtrain.strategies import Exchange
 from hvdtrain.system import locks
+from hvdtrain.system.exits import Failure
 from hvdtrain.training import observers
 
-FAILURE_TIMEOUT_S = 2.0
-"""How long a failed rank waits for the others, which may still be training"""
 SPLITS = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
 """Splits of the data by the prefixes of logged names"""
 Gather = Callable[[bytes], list[bytes]]
 Number = TypeVar("Number", int, float)
+
+
+def _harmless(method: Callable[..., None]) -> Callable[..., None]:
+    """A method of a `Recorder` whose errors end the records, with a warning, but never the training."""
+
+    @functools.wraps(method)
+    def harmless(self: Recorder, *arguments: Any) -> None:
+        if self.ended or self._failed:
+            return
+        try:
+            method(self, *arguments)
+        except Exception as error:
+            self._failed, reason = True, str(error).partition("; hint: ")[0]
+            self.interruption = f"its records have ended: {reason}"
+            print(f"hvdtrain: warning: training continues without records: {reason}", file=sys.stderr, flush=True)
+
+    return harmless
 
 
 class Recorder:
@@ -56,8 +72,8 @@ class Recorder:
         self._first: object = None
         """The optimizer whose steps count"""
         self._latest: object = None
-        self._last_step: records.Step | None = None
-        """Not written yet, because the script may still log values of this step"""
+        self._unwritten: list[records.Step] = []
+        """The last step, whose values may still be logged, and steps of other optimizers that may become part of it"""
         self._epoch_losses = list[float]()
         self._batches = collections.Counter[int]()
         """Number of steps by their number of samples"""
@@ -76,19 +92,15 @@ class Recorder:
             self._monitors.enter_context(observers.monitoring(config, folder, world, device, self._print))
         self._began_unix_s, self._nic_began = time.time(), world.nic_counters()
         self._epoch_began = self._stepped = time.perf_counter()
-        self.ended = False
+        self.ended = self._failed = False
         self.choosing = False
         """Whether the strategy has yet to be chosen, so that steps are not representative"""
         self._failure: str | None = "its records end early"
         self.interruption: str | None = None
-        """Why ranks of an elastic job were lost"""
-        self._own_facts = b""
-        self._facts: list[Any] = []
-        self._ending = threading.Event()
-        # Started now, because Python 3.12 starts no threads while it exits.
-        self._exchange = threading.Thread(target=self._exchange_facts, args=[gather], daemon=True)
-        self._exchange.start()
+        """Why the records cannot become complete: ranks of an elastic job were lost, or a file cannot be written"""
+        self._gather = gather
 
+    @_harmless
     def step(
         self,
         optimizer: object,
@@ -102,50 +114,47 @@ class Recorder:
         If optimizers take turns, as in a GAN, the steps of the first one count, and each includes the following steps
         of the others. An optimizer that makes two steps in a row becomes the first.
         """
-        if self.ended:
-            return
-        counts = optimizer is not None and optimizer in (self._first or optimizer, self._latest)
-        self._latest = optimizer or self._latest
         now = time.perf_counter() if optimizer else self._stepped + (exchange_s or 0.0)
         whole_s, self._stepped = now - self._stepped, now
         waited_s = min(exchange_s or 0.0, whole_s)
-        if counts:
+        step = records.Step(
+            step=0,  # until it is written
+            epoch=len(self._epochs),
+            loss=None,
+            samples=None,
+            lr=lr,
+            data_s=None,
+            compute_s=whole_s - waited_s,
+            communication_s=None if exchange_s is None else waited_s,
+            bytes_sent=sent_bytes,
+            local_bytes_sent=local_sent_bytes,
+            warmup=self.choosing,
+        )
+        if optimizer is not None and optimizer in (self._first or optimizer, self._latest):
+            if optimizer is not self._first and self._unwritten:  # it became the first with the step before
+                before = self._unwritten.pop()
+                self._flush()
+                self._unwritten.append(before)
             self._first = optimizer
             self._flush()
-            self._last_step = records.Step(
-                step=self._steps,
-                epoch=len(self._epochs),
-                loss=None,
-                samples=None,
-                lr=lr,
-                data_s=None,
-                compute_s=whole_s - waited_s,
-                communication_s=None if exchange_s is None else waited_s,
-                bytes_sent=sent_bytes,
-                local_bytes_sent=local_sent_bytes,
-                warmup=self.choosing or self._steps < WARMUP_STEPS,
-            )
             self._first_step_s = self._first_step_s or process_age_s()
-            self._steps += 1
-        elif (step := self._last_step) is None:  # it has been written
+            self._unwritten.append(step)
+        elif optimizer is not None and self._unwritten:
+            self._unwritten.append(step)
+        elif self._unwritten:
+            self._unwritten[-1] = _joined(self._unwritten[-1], step)
+        else:  # the step that it belongs to is written
             self._sent_bytes += sent_bytes
             self._local_sent_bytes = _sum(self._local_sent_bytes, local_sent_bytes)
-        else:
-            self._last_step = msgspec.structs.replace(
-                step,
-                compute_s=step.compute_s + whole_s - waited_s,
-                communication_s=_sum(step.communication_s, None if exchange_s is None else waited_s),
-                bytes_sent=step.bytes_sent + sent_bytes,
-                local_bytes_sent=_sum(step.local_bytes_sent, local_sent_bytes),
-            )
+        self._latest = optimizer or self._latest
 
+    @_harmless
     def log(self, numbers: dict[str, float]) -> None:
         """Records the numbers of `record.log`."""
-        if self.ended:
-            return
         loss, epoch, samples = (numbers.pop(name, None) for name in ("loss", "epoch", "samples"))
-        if epoch is None and (step := self._last_step) is not None:
-            self._last_step = msgspec.structs.replace(
+        if epoch is None and self._unwritten:
+            step = self._unwritten[-1]
+            self._unwritten[-1] = msgspec.structs.replace(
                 step,
                 loss=step.loss if loss is None else script.finite(loss),
                 samples=step.samples if samples is None else int(samples),
@@ -196,11 +205,19 @@ class Recorder:
         self._epoch_losses.clear()
         self._epoch_began = self._stepped = now
 
+    @_harmless
+    def _write_last_step(self) -> None:
+        self._flush()
+
     def _flush(self) -> None:
-        """Writes the last step."""
-        step, self._last_step = self._last_step, None
-        if step is None:
+        """Writes the last step, with those of other optimizers that belong to it."""
+        if not self._unwritten:
             return
+        step = functools.reduce(_joined, self._unwritten)
+        self._unwritten.clear()
+        warmup = step.warmup or self._steps < WARMUP_STEPS
+        step = msgspec.structs.replace(step, step=self._steps, warmup=warmup)
+        self._steps += 1
         self._writer.write(step)
         self._spent.add(step)
         self._sent_bytes += step.bytes_sent
@@ -225,6 +242,7 @@ class Recorder:
         declared = {name: dataclasses.asdict(score) for name, score in self._scores.items()}
         self._amend(metric={"primary": next(iter(declared)), "scores": declared})
 
+    @_harmless
     def chose(self, exchange: Exchange, reason: str) -> None:
         """Adds the strategy that `auto` has chosen to the manifest. The time that this took is not part of a step."""
         self._stepped = time.perf_counter()
@@ -240,23 +258,25 @@ class Recorder:
     # --- the end ------------------------------------------------------------------------------------------------
 
     def end(self, failure: str | None) -> None:
-        """Ends this rank's records; rank 0 writes the summary if no rank reports a `failure`.
+        """Ends this rank's records; rank 0 waits for the others, and writes the summary if none reports a `failure`.
 
-        Collective, but a failed rank does not wait long. Never raises; a second call does nothing.
+        Never raises; a second call does nothing.
         """
         if self.ended:
             return
+        ended_unix_s = time.time()
+        self._write_last_step()
         self.ended = True
         try:
-            self._end(failure)
+            self._end(failure or self.interruption, ended_unix_s)
         except Exception as error:
             print(f"hvdtrain: the run's records end early: {error}", file=sys.stderr, flush=True)
 
-    def _end(self, failure: str | None) -> None:
-        self._flush()
-        failure = failure or self.interruption
-        ended_unix_s = time.time()
-        self._monitors.close()
+    def _end(self, failure: str | None, ended_unix_s: float) -> None:
+        try:
+            self._monitors.close()
+        except Exception as error:
+            failure = failure or str(error)
         facts, failure = self._gather_facts(failure)
         if self._world.rank == 0 and failure is None:
             summary = self._summary(facts, ended_unix_s)
@@ -275,7 +295,10 @@ class Recorder:
         if failure := self._failure or failure:
             self._print(f"run folder {self._folder}: unfinished, because {failure}")
         elif self._world.rank == 0:
-            records.write_document(self._folder / "COMPLETE", {"schema": records.SCHEMA, "utc": records.utc_now()})
+            try:
+                records.write_document(self._folder / "COMPLETE", {"schema": records.SCHEMA, "utc": records.utc_now()})
+            except Failure as error:
+                self._print(f"run folder {self._folder}: unfinished, because {error}")
 
     def _summary(self, facts: list[dict[str, Any]], ended_unix_s: float) -> records.Summary:
         shares = step_shares([Spent(**each["spent"]) for each in facts])
@@ -316,7 +339,7 @@ class Recorder:
         )
 
     def _gather_facts(self, failure: str | None) -> tuple[list[dict[str, Any]], str | None]:
-        """Each rank's contribution to the summary, in rank order, and the first failure of a rank."""
+        """The contributions to the summary, on rank 0 of all ranks in their order, and the first failure of a rank."""
         own = {
             "failure": failure,
             "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -325,22 +348,31 @@ class Recorder:
             "samples": self._rated_samples,
             "batch": self._batches.most_common(1)[0][0] if self._batches else None,
         }
-        self._own_facts = json.dumps(own).encode()
-        self._ending.set()
-        self._exchange.join(None if failure is None else FAILURE_TIMEOUT_S)
-        if failure is None and not self._facts:
-            failure = "a rank ended before the run's records were complete"
-        failures = (f"on rank {rank} {each['failure']}" for rank, each in enumerate(self._facts) if each["failure"])
-        return self._facts, failure or next(failures, None)
-
-    def _exchange_facts(self, gather: Gather) -> None:
-        self._ending.wait()
-        with contextlib.suppress(Exception):  # a rank has ended
-            self._facts = [json.loads(each) for each in gather(self._own_facts)]
+        if failure is not None and self._world.rank == 0:  # the others may still be training
+            return [own], failure
+        try:
+            facts = [json.loads(each) for each in self._gather(json.dumps(own).encode())]
+        except OSError:
+            return [own], failure or "a rank ended before the run's records were complete"
+        failures = (f"on rank {rank} {each['failure']}" for rank, each in enumerate(facts) if each["failure"])
+        return facts, failure or next(failures, None)
 
     def _print(self, text: str) -> None:
         if self._world.rank == 0:
             print(f"hvdtrain: {text}", file=sys.stderr, flush=True)
+
+
+def _joined(step: records.Step, other: records.Step) -> records.Step:
+    """A step with what another optimizer did after it."""
+    return msgspec.structs.replace(
+        step,
+        loss=step.loss if other.loss is None else other.loss,
+        samples=step.samples if other.samples is None else other.samples,
+        compute_s=step.compute_s + other.compute_s,
+        communication_s=_sum(step.communication_s, other.communication_s),
+        bytes_sent=step.bytes_sent + other.bytes_sent,
+        local_bytes_sent=_sum(step.local_bytes_sent, other.local_bytes_sent),
+    )
 
 
 def _sum(one: Number | None, other: Number | None) -> Number | None:

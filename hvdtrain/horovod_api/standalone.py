@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
+import cloudpickle
 import numpy as np
 
 from hvdtrain.horovod_api import job
@@ -168,7 +169,8 @@ def members(process_set: Any) -> tuple[int, ...] | None:
     return job.job().sets[number]
 
 
-# Like Horovod, these load objects of other ranks. They run the same script, and their connections are authenticated.
+# Like Horovod, these load objects of other ranks, also functions and classes of the script: code that is executed.
+# These ranks run the same script, and their connections are authenticated.
 
 
 def broadcast_object(
@@ -176,7 +178,7 @@ def broadcast_object(
 ) -> Any:
     """Return `root_rank`'s object on all ranks. Collective."""
     calls, ranks, name = job.job().calls, members(process_set), name or type(obj).__name__
-    own = np.frombuffer(pickle.dumps(obj) if rank() == root_rank else b"", np.uint8)
+    own = np.frombuffer(cloudpickle.dumps(obj) if rank() == root_rank else b"", np.uint8)
     length = calls.call("broadcast", np.array([len(own)]), name=f"{name}.sz", root=root_rank, ranks=ranks)
     packed = own if rank() == root_rank else np.zeros(int(length[0]), np.uint8)
     packed = calls.call("broadcast", packed, name=f"{name}.t", root=root_rank, ranks=ranks)
@@ -186,7 +188,7 @@ def broadcast_object(
 def allgather_object(obj: Any, name: str | None = None, process_set: Any = global_process_set) -> list[Any]:
     """Return the objects of all ranks, in rank order. Collective."""
     calls, ranks, name = job.job().calls, members(process_set), name or type(obj).__name__
-    own = np.frombuffer(pickle.dumps(obj), np.uint8)
+    own = np.frombuffer(cloudpickle.dumps(obj), np.uint8)
     lengths = calls.call("allgather", np.array([len(own)]), name=f"{name}.sz", ranks=ranks)
     joined = calls.call("allgather", own, name=f"{name}.t", ranks=ranks).tobytes()
     ends = np.cumsum(lengths).tolist()

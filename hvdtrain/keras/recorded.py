@@ -15,11 +15,11 @@ from hvdtrain.tensorflow.recorded import Recorded
 
 def step(optimizer: Any) -> None:
     """Record a step of a `DistributedOptimizer` that has just ended. Collective the first time."""
-    state = optimizer._hvd_state
-    if optimizer._hvd_settings.process_set.process_set_id:
+    state, settings = optimizer._hvd_state, optimizer._hvd_settings
+    if settings.process_set.process_set_id:
         return  # other ranks may train another model
     if state.recorded is None:
-        state.recorded = Recorded(state.step, optimizer._trainable_variables)
+        state.recorded = Recorded(state.step, optimizer._trainable_variables, settings.calls["compression"])
     state.recorded.done(float(keras.ops.convert_to_numpy(optimizer.learning_rate)))
 
 

@@ -308,7 +308,7 @@ def environment(framework: str, mpi_bin: Path, nccl: dict[str, str], folder: Pat
 
 def explained(log: Path) -> Failure:
     """Return the first error of the build log, and keep the log."""
-    copy = cache_folder() / "build.log"
+    copy = files.cache_folder() / "build.log"
     shutil.copy(log, copy)
     text = log.read_text(errors="replace")
     for pattern, advice, code in TROUBLE:
@@ -368,13 +368,6 @@ def joined(wheels: list[Path], folder: Path) -> Path:
     return folder / wheels[0].name
 
 
-def cache_folder() -> Path:
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain"
-    except RuntimeError:  # no HOME, and the user is unknown
-        raise Failure("there is no home folder for the cache; hint: set XDG_CACHE_HOME", exits.CANNOT_WRITE) from None
-
-
 def sound(wheel: Path) -> bool:
     """Whether the cached file is a complete wheel."""
     try:
@@ -404,7 +397,7 @@ def check_tools(cache: Path) -> None:
 
 def wheel_for(framework: str, mpi: tuple[Path, str], nccl: dict[str, str], key: str) -> Path:
     """Return the wheel in the cache, after building it if necessary."""
-    shelf = cache_folder() / f"horovod-{VERSION}-{key}"
+    shelf = files.cache_folder() / f"horovod-{VERSION}-{key}"
     cached = sorted(shelf.glob("*.whl"))
     if cached and sound(cached[0]):
         say(f"using the cached wheel {cached[0]}")
@@ -493,7 +486,7 @@ def main(arguments: list[str]) -> int:
             install(joined(wheels, Path(folder)), frameworks)
         compile_sleeper()
     except OSError as error:
-        where = Path(error.filename or cache_folder())
+        where = Path(error.filename or files.cache_folder())
         raise files.unwritable(where, error, "set XDG_CACHE_HOME and TMPDIR to writable folders") from error
     return exits.OK
 

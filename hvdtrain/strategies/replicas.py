@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-STOP, CHOOSE = 1.0, 2.0**-12
+STOP, CHOOSE = 2.0**30, 1.0
 """What a rank may request of all ranks: to stop, and to choose the strategy again.
 
-The last number of a tail is the sum of these over ranks and steps, which float32 holds exactly up to 4095 of each."""
+The last number of a tail is their sum over ranks and steps. In float32, a sum of CHOOSE never exceeds 2**24."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Exchanged:
     stop: bool = False
     """Whether any rank was asked to stop"""
     choose: bool = False
-    """Whether any rank requests that all choose the strategy again"""
+    """Whether any rank requests that all choose the strategy again; False if they stop"""
     loss: float = 0.0
     """Mean loss per sample of this step: over all ranks if it is known, otherwise over this rank"""
     sent_bytes: int = 0
@@ -38,8 +38,8 @@ class Exchanged:
         requests = float(tail[-1])
         return cls(
             totals=totals,
-            stop=requests >= STOP,
-            choose=requests % STOP > 0,
+            stop=requests >= STOP / 2,  # a backend may round
+            choose=0 < requests < STOP / 2,
             loss=totals[0] / totals[-1],
             sent_bytes=sent_bytes,
         )

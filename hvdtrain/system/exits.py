@@ -54,10 +54,15 @@ def of_system(error: OSError) -> Failure | None:
     return Failure(f"{error.filename}: {error.strerror}; hint: {hint}", IO_ERROR)
 
 
+def replace_unknown_characters() -> None:
+    """From now on, print ? for what the terminal cannot show: ± or the name of a class must not end a command."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+
+
 def end(main: Callable[[list[str]], int], arguments: list[str], name: str = "hvdtrain") -> NoReturn:
     """Run a command and exit with its code. A Failure is printed on stderr as one line that starts with `name`."""
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show ± must not end the command
+    replace_unknown_characters()
     try:
         code = main(arguments)
     except Failure as failure:

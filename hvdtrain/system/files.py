@@ -194,6 +194,14 @@ def unwritable(path: str | Path, error: OSError, hint: str) -> Failure:
     return Failure(message, IO_ERROR if full else CANNOT_WRITE)
 
 
+def cache_folder() -> Path:
+    """This user's cache, below $XDG_CACHE_HOME or ~/.cache. Raises Failure (73) if there is no home folder."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain"
+    except RuntimeError:  # no HOME, and the user is unknown
+        raise Failure("there is no home folder for the cache; hint: set XDG_CACHE_HOME", CANNOT_WRITE) from None
+
+
 def open_lock(path: str | Path, mode: int = 0o644, *, write: bool = False) -> int:
     """Open a file for flock(2) and return its descriptor.
 

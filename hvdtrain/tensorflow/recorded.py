@@ -11,6 +11,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvdtrain.horovod_api import job
 from hvdtrain.system.rates import ring_bytes
+from hvdtrain.tensorflow import api as horovod
 from hvdtrain.tensorflow.api import mpi_ops
 from hvdtrain.tensorflow.step import Step, tensor
 
@@ -18,12 +19,16 @@ from hvdtrain.tensorflow.step import Step, tensor
 class Recorded:
     """Records the steps of one optimizer, or of all tapes with the same variables."""
 
-    def __init__(self, exchange: Step | None, variables: Sequence[Any]) -> None:
-        """`exchange` is None if Horovod's calls exchange. Collective."""
+    def __init__(
+        self, exchange: Step | None, variables: Sequence[Any], compression: Any = horovod.Compression.none
+    ) -> None:
+        """`exchange` is None if Horovod's calls exchange, with `compression`. Collective."""
         self._exchange = exchange
         plain = [tensor(variable) for variable in variables]
-        numbers = sum(int(variable.shape.num_elements()) for variable in plain)
-        self._ring_bytes = ring_bytes(4 * numbers, mpi_ops.size())
+        sent = [compression.compress(tf.zeros(variable.shape, variable.dtype))[0] for variable in plain]
+        payload_bytes = sum(int(each.shape.num_elements()) * each.dtype.size for each in sent)
+        self.sent_bytes = ring_bytes(payload_bytes, mpi_ops.size())
+        """Bytes of a step, if Horovod's calls exchange"""
         self._steps = job.recorder(
             exchange.exchange if exchange else None,
             None,  # not the strategy's communicator, which its first exchange may be using
@@ -35,7 +40,7 @@ class Recorded:
     def done(self, lr: float | None = None) -> None:
         """Record a step that has just ended."""
         if self._steps is not None:
-            spent = self._exchange.spent() if self._exchange else (None, self._ring_bytes, None)
+            spent = self._exchange.spent() if self._exchange else (None, self.sent_bytes, None)
             waited_s, sent_bytes, local_sent_bytes = spent
             self._steps.done(lr=lr, exchange_s=waited_s, sent_bytes=sent_bytes, local_sent_bytes=local_sent_bytes)
 
@@ -57,7 +62,9 @@ _tapes: dict[tuple[int, ...], Recorded] = {}
 """Recorders by the ids of the variables"""
 
 
-def tape(exchange: Step | None, variables: Sequence[Any], gradients: Any) -> None:
+def tape(
+    exchange: Step | None, variables: Sequence[Any], gradients: Any, compression: Any = horovod.Compression.none
+) -> None:
     """Record a tape's step, unless its graph cannot call Python. Collective the first time."""
     if not tf.executing_eagerly():
         graph = tf.compat.v1.get_default_graph()
@@ -66,5 +73,5 @@ def tape(exchange: Step | None, variables: Sequence[Any], gradients: Any) -> Non
     key = tuple(map(id, variables))
     if key not in _tapes:
         with tf.init_scope():
-            _tapes[key] = Recorded(exchange, variables)
+            _tapes[key] = Recorded(exchange, variables, compression)
     _tapes[key].done_after(gradients)

@@ -124,7 +124,7 @@ def DistributedGradientTape(
         scale_local_gradients,
     )
     if exchange is None or problem:  # the calls of Horovod's tape have the same results as the default reducer
-        return plain if process_set.process_set_id else _recorded(plain)
+        return plain if process_set.process_set_id else _recorded(plain, compression)
     return ExchangingTape(gradtape, plain, exchange, op == horovod.Average, scale_local_gradients)
 
 
@@ -134,7 +134,7 @@ def present_size(process_set: Any) -> Any:
     return horovod.size_op(process_set.process_set_id) if is_elastic else process_set.size()
 
 
-def _recorded(tape: Any) -> Any:
+def _recorded(tape: Any, compression: Any) -> Any:
     """Make Horovod's tape accept Keras 3's variables and record its steps, and return it."""
     gradient = tape.gradient
 
@@ -144,7 +144,7 @@ def _recorded(tape: Any) -> Any:
         gradients = gradient(target, plain, *arguments, **named)
         variables = [each for each in tf.nest.flatten(plain) if isinstance(each, tf.Variable)]
         if variables:
-            recorded.tape(None, variables, gradients)
+            recorded.tape(None, variables, gradients, compression)
         return gradients
 
     tape.gradient = recorded_gradient

@@ -19,7 +19,7 @@ from hvdtrain.strategies import Exchange, Strategy, automatic
 from hvdtrain.torch import api as horovod
 from hvdtrain.torch.api import Average, Sum
 from hvdtrain.torch.recorded import learning_rate
-from hvdtrain.torch.vectors import Parameters, has_unknown_gradients, unscale
+from hvdtrain.torch.vectors import Parameters, evaluated, has_unknown_gradients, step_evaluated, unscale
 
 STATE = "exchange"
 """The key of the strategy's state in a state_dict"""
@@ -62,6 +62,8 @@ class Exchanging(torch.optim.Optimizer):
         """The exchange's state that `load_state_dict` received, until `share_loaded_state`"""
         self._deferred: bool | None = None
         """Whether `synchronize` left an update to the next `step`; None: updates are made at once"""
+        self._losses: list[Any] = []
+        """What the closure of the current step returned, if there is one"""
         self._found_inf: bool | None = None
         """Whether GradScaler found that this rank's gradients are not finite; None without a GradScaler"""
 
@@ -92,13 +94,10 @@ class Exchanging(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         """Exchange, then make the wrapped optimizer's step. Collective."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        self._losses = evaluated(closure)
         if not self.exchanging or not (self._should_synchronize or self._synchronized or self._local):
-            super().step()
-            return loss
+            step_evaluated(super().step, self._losses, self.param_groups)
+            return next(iter(self._losses), None)
         if self._synchronized and self._should_synchronize:
             warnings.warn(
                 "optimizer.step() was called after optimizer.synchronize() without optimizer.skip_synchronize(); the "
@@ -112,7 +111,7 @@ class Exchanging(torch.optim.Optimizer):
                 self._deferred = None
                 self._update()
         self._synchronized, self._deferred = False, None
-        return loss
+        return next(iter(self._losses), None)
 
     step.hooked = True  # type: ignore[attr-defined] # the wrapped class's step calls the hooks
 
@@ -183,7 +182,7 @@ class Exchanging(torch.optim.Optimizer):
         if self._deferred is False:
             self._deferred = True
         elif self._found_inf is None or not self._parameters.lost():
-            super().step()
+            step_evaluated(super().step, self._losses, self.param_groups)
 
     @contextlib.contextmanager
     def _grad_scaler(self) -> Iterator[None]:

@@ -7,12 +7,17 @@ buckets after it. Each of these has its own reducer, which keeps its residual.
 
 from __future__ import annotations
 
+import gc
+import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from hvdtrain.comm import lifecycle
 from hvdtrain.comm.elastic import unsupported
 from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.horovod_api import job
@@ -35,8 +40,15 @@ class Buckets:
         assert exact.reducer is not None
         if launch_env().launcher == "elastic":
             raise unsupported()
+        ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if launch_env().launcher == "alone" and ranks[1] > 1:  # processes that the script has started itself
+            os.environ |= {"HVDTRAIN_TORCH_RANK": str(ranks[0]), "HVDTRAIN_TORCH_SIZE": str(ranks[1])}
         job.init(front, strategy=strategy)
         job.exchange(strategy)  # takes over if Horovod carries the calls
+        if dist.is_initialized() and ranks != (own := (job.job().rank, job.job().size)):
+            has, launched = ("rank {} of {}".format(*each) for each in (ranks, own))
+            problem = f"torch.distributed says {has}, the launcher {launched}; hint: call ddp_hook before hvd.init, and"
+            raise Failure(f"ddp_hook: {problem} give init_process_group the launcher's ranks", exits.BAD_CONFIG)
         self._exact, self._chosen, self._world = exact.reducer, exchange.reducer, job.job().world()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdtrain-hook")
         self._reducers: dict[tuple[Any, ...], Reducer] = {}
@@ -45,6 +57,8 @@ class Buckets:
 
     def hook(self, bucket: Any) -> Any:
         """Return a future of the bucket's mean over ranks."""
+        if self._is_first_step and bucket.index() == 0:
+            self._check_group()
         buffer = bucket.buffer()
         reducer = self._reducer(bucket.index(), [tuple(parameter.shape) for parameter in bucket.parameters()])
         self._is_first_step &= not bucket.is_last()
@@ -63,6 +77,16 @@ class Buckets:
 
         self._thread.submit(exchange)
         return future
+
+    def _check_group(self) -> None:
+        """Ends the job with code 78 if DistributedDataParallel has fewer ranks, because PyTorch does not tell hooks."""
+        models = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
+        for model in models:
+            size = dist.get_world_size(model.process_group)
+            if size != self._world.size and any(state is self for _, state in model._comm_hooks):
+                problem = f"process_group= has {size} ranks, but ddp_hook sums over all {self._world.size}"
+                hint = "leave process_group= out, or use DistributedDataParallel without a hook"
+                lifecycle.fail(Failure(f"{problem}; hint: {hint}", exits.BAD_CONFIG))
 
     def _reducer(self, index: int, shapes: list[tuple[int, ...]]) -> Reducer:
         if self._is_first_step:

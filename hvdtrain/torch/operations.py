@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdtrain.horovod_api.arithmetic import BFLOAT16
 from hvdtrain.horovod_api.calls import needs_horovod
 from hvdtrain.horovod_api.ranks import Job
 
@@ -108,13 +109,18 @@ def _os_error_as_runtime_error() -> Iterator[None]:
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
     """Shares the tensor's memory if it is on the CPU."""
-    return np.asarray(tensor.detach().cpu().numpy())
+    plain = tensor.detach().cpu()
+    if plain.dtype == torch.bfloat16:
+        return plain.view(torch.int16).numpy().view(BFLOAT16)
+    return np.asarray(plain.numpy())
 
 
 @torch.no_grad()
 def _store(array: np.ndarray, output: torch.Tensor) -> None:
     """Puts a result into the tensor that Horovod's function returns, unless it is in that memory already."""
-    result = torch.from_numpy(array if array.flags.writeable else array.copy())
+    array = array if array.flags.writeable else array.copy()
+    is_bfloat16 = array.dtype == BFLOAT16
+    result = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16) if is_bfloat16 else torch.from_numpy(array)
     if output.shape == result.shape and output.data_ptr() == result.data_ptr():
         return
     if (output.device, output.dtype) == (result.device, result.dtype):

@@ -21,7 +21,7 @@ from hvdtrain.torch.api import Average, Compression, global_process_set
 from hvdtrain.torch.automatic import Measuring
 from hvdtrain.torch.exchanging import Exchanging
 from hvdtrain.torch.recorded import recorded
-from hvdtrain.torch.vectors import by_name
+from hvdtrain.torch.vectors import by_name, evaluated, step_evaluated
 from hvdtrain.training import profiled
 
 
@@ -82,7 +82,15 @@ def DistributedOptimizer(
             sparse_as_dense=sparse_as_dense,
             process_set=process_set,
         )
-        type(own).synchronize_weights = lambda self: None
+        step = type(own).step
+
+        def step_after_closure(self: Any, closure: Any = None) -> Any:
+            """Horovod's step exchanges first, and then uses this rank's own gradients of the closure."""
+            losses = evaluated(closure)
+            step_evaluated(lambda closure=None: step(self, closure), losses, self.param_groups)
+            return next(iter(losses), None)
+
+        type(own).step, type(own).synchronize_weights = step_after_closure, lambda self: None
         return recorded(own) if process_set == global_process_set else own
     named = by_name(optimizer, named_parameters)
     if not named:

@@ -31,8 +31,10 @@ def recorded(optimizer: Any) -> Any:
     )
     if steps is None:
         return optimizer
-    payload_bytes = sum(weight.numel() * weight.element_size() for weight in weights if weight.requires_grad)
-    sent_bytes = ring_bytes(payload_bytes, mpi_ops.size())
+    with torch.no_grad():
+        sent = [optimizer._compression.compress(torch.zeros_like(each))[0] for each in weights if each.requires_grad]
+    sent_bytes = ring_bytes(sum(each.numel() * each.element_size() for each in sent), mpi_ops.size())
+    del sent
     synchronize, step, waited_s = optimizer.synchronize, optimizer.step, 0.0
 
     def timed_synchronize(self: Any) -> None:

@@ -1,6 +1,7 @@
 """Horovod's PyTorch functions on the TCP backend, for an environment without Horovod.
 
-Names, arguments and gradients equal Horovod 0.28's (horovod.readthedocs.io, API). `SyncBatchNorm` and `join` raise
+Names, arguments and gradients equal Horovod 0.28's (horovod.readthedocs.io, API); bfloat16 and channels_last tensors
+can be exchanged too. `SyncBatchNorm` and `join` raise
 NotImplementedError.
 """
 
@@ -21,7 +22,10 @@ from hvdtrain.horovod_api.standalone import *  # noqa: F403
 from hvdtrain.horovod_api.standalone import Average, ProcessSet, Sum, global_process_set, operator
 
 HorovodInternalError = internal_error()
-TYPES = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64}
+TYPES = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+TYPES |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""Memory formats besides the contiguous one, by number of dimensions"""
 
 Call = Callable[[Any], Any]
 
@@ -65,7 +69,8 @@ def _start(kind: str, inputs: Any, outputs: Any, name: str | None, process_set: 
     for tensor in inputs if isinstance(inputs, list) else [inputs]:
         if tensor.dtype not in TYPES and (tensor.dtype != torch.bool or kind in ("allreduce", "reducescatter")):
             raise ValueError(f"Tensor type {tensor.type()} is not supported.")
-        if not tensor.is_contiguous():
+        layout = LAYOUTS.get(tensor.ndim, torch.contiguous_format)
+        if not (tensor.is_contiguous() or tensor.is_contiguous(memory_format=layout)):
             raise ValueError("Tensor is required to be contiguous.")
     job.job()  # raises the error if there is none
     try:

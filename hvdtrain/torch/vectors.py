@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -166,6 +167,36 @@ def unscale(gradients: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
     inverse = scale.double().reciprocal().float()
     for gradient in gradients:
         gradient.mul_(inverse.to(gradient.device))
+
+
+def evaluated(closure: Callable[[], Any] | None) -> list[Any]:
+    """What the closure of a step returns; an empty list without one."""
+    if closure is None:
+        return []
+    with torch.enable_grad():
+        return [closure()]
+
+
+def step_evaluated(step: Callable[..., Any], losses: list[Any], groups: list[dict[str, Any]]) -> None:
+    """Makes an optimizer's own step, whose closure has been `evaluated`.
+
+    Raises ValueError if it evaluates the closure at other weights, as SAM does: nobody exchanges those gradients.
+    """
+    if not losses or "closure" not in inspect.signature(step).parameters:
+        step()
+        return
+    weights = [weight for group in groups for weight in group["params"]]
+    before, repeated = torch._foreach_norm(weights), list(losses)
+
+    def closure() -> Any:
+        if not repeated or any(map(torch.ne, before, torch._foreach_norm(weights))):
+            raise ValueError(
+                "the optimizer evaluates its closure at other weights, and those gradients are not exchanged; hint: "
+                "use one that needs the gradients of one point only, such as SGD or Adam"
+            )
+        return repeated.pop()
+
+    step(closure=closure)
 
 
 def has_unknown_gradients(groups: list[dict[str, Any]], known: Mapping[str, torch.nn.Parameter]) -> bool:

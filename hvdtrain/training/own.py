@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,20 @@ OPTIONS = [field.name for field in dataclasses.fields(TrainConfig) if field.name
 PROBE_SAMPLES = 2
 """Samples that run through the model before training"""
 
+_CLASSES = "number the classes from 0, and give the model an output for each"
+_SHAPES = "give all samples of a batch one shape, or pad them in the DataLoader's collate_fn"
+_WORKER = "a worker process of the DataLoader has ended, perhaps out of memory; num_workers=0 shows its own error"
+KNOWN_ERRORS = (
+    (r"Target -?\d+ is out of bounds", exits.BAD_DATA, _CLASSES),
+    (r"label value of -?\d+ which is outside the valid range of [^)]*\)", exits.BAD_DATA, _CLASSES),
+    ("stack expects each tensor to be equal size.*", exits.BAD_DATA, _SHAPES),
+    ("Trying to resize storage that is not resizable", exits.BAD_DATA, _SHAPES),  # the same in a worker process
+    ("all input arrays must have the same shape", exits.BAD_DATA, _SHAPES),
+    ("DataLoader worker .*(?:exited unexpectedly|killed by signal: [^.]*)", exits.FAILED, _WORKER),
+    (r"/multiprocessing/\w+\.py ((?:EOFError|ConnectionResetError): .*)", exits.FAILED, _WORKER),
+)
+"""Errors of libraries as regular expressions for the file, the class and the message, with exit code and hint"""
+
 _finished = False
 """Whether several ranks have trained and disconnected: ranks that MPI connected cannot find each other again"""
 Sums = Callable[[Any, Any], Mapping[str, Any]]
@@ -46,6 +62,20 @@ class TorchrunConfig(TrainConfig):
     strategy: str = DEFAULT_REDUCER
 
 
+@contextlib.contextmanager
+def _one_line() -> Iterator[None]:
+    """Raise Failure for errors of libraries that mean a mistake in the data, or a lost worker process."""
+    try:
+        yield
+    except Exception as error:
+        file = traceback.extract_tb(error.__traceback__)[-1].filename
+        for words, code, hint in KNOWN_ERRORS:
+            if found := re.search(words, f"{file} {type(error).__name__}: {error}"):
+                raise Failure(f"{found[found.lastindex or 0]}; hint: {hint}", code) from error
+        raise
+
+
+@_one_line()
 def train(
     model: Any,
     *,
@@ -78,6 +108,7 @@ def train(
     74, 78). An uncaught Failure ends the whole job with one line.
     """
     global _finished
+    exits.replace_unknown_characters()
     lifecycle.guard(debug=bool(settings.get("debug")) or "--debug" in argv)
     if _finished:
         raise Failure(

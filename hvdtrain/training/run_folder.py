@@ -160,6 +160,7 @@ def command(folder: Path, workload: str, world: Communicator) -> str:
         "mpirun": f"mpirun {forwarded}-np {count} python",
         "horovodrun": f"horovodrun -np {count} python",
         "torchrun": f"torchrun --nproc-per-node {local}",
+        "torch.distributed": "python",
         "srun": f"srun -n {count} --mpi=pmix python",
     }[environment.launcher]
     return f"{'on the same hosts ' if count > local else ''}with {variable}{start} {words}"

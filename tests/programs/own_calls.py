@@ -65,6 +65,13 @@ def results() -> Iterator[tuple[str, Any]]:
     (hvd.allreduce(weight * (rank + 1), op=hvd.Sum) * torch.tensor([1.0, 3.0])).sum().backward()
     yield "backward", weight.grad
     yield "objects", [hvd.broadcast_object({"from": rank}, root_rank=1), hvd.allgather_object([rank])]
+    yield (
+        "functions",
+        [
+            hvd.broadcast_object(lambda x: [rank, x], root_rank=1)(5),
+            [function() for function in hvd.allgather_object(lambda: -rank)],
+        ],
+    )
     yield "compressed", hvd.allreduce(torch.tensor([0.25 * rank]), compression=hvd.Compression.fp16)
     model = torch.nn.Linear(2, 2)
     torch.nn.init.constant_(model.weight, rank)
@@ -79,6 +86,28 @@ def results() -> Iterator[tuple[str, Any]]:
         hvd.barrier(process_set=rank_1)
     yield "removed", [hvd.remove_process_set(rank_1), rank_1.process_set_id]
     hvd.barrier()
+
+
+def train_without_horovod(compression: Any) -> None:
+    """A bfloat16 model with channels_last kernels starts with rank 1's weights and trains as in one process."""
+    nets, rates = [], (0.5 if hvd.rank() == 1 else 0.25, 0.5)
+    for seed in (hvd.rank(), 1):
+        torch.manual_seed(seed)
+        net = torch.nn.Conv2d(3, 4, 2).to(torch.bfloat16, memory_format=torch.channels_last)
+        nets.append(net)
+    optimizers = [torch.optim.SGD(net.parameters(), rate, 0.5) for net, rate in zip(nets, rates, strict=True)]
+    hvd.broadcast_parameters(nets[0].state_dict(), root_rank=1)
+    hvd.broadcast_optimizer_state(optimizers[0], root_rank=1)
+    optimizers[0] = hvd.DistributedOptimizer(optimizers[0], nets[0].named_parameters(), compression)
+    for _ in range(2):
+        for net, optimizer, ranks in zip(nets, optimizers, ([hvd.rank()], range(hvd.size())), strict=True):
+            optimizer.zero_grad()
+            sum(net(torch.ones(1, 3, 2, 2).bfloat16()).sum() * 2**rank / len(ranks) for rank in ranks).backward()
+            optimizer.step()
+    for own, expected in zip(*(net.parameters() for net in nets), strict=True):
+        torch.testing.assert_close(own, expected)
+    long = torch.full((3001,), hvd.rank() + 1).bfloat16()  # longer than what travels with the request
+    assert hvd.allreduce(long, op=hvd.Sum).tolist() == [sum(range(hvd.size() + 1))] * 3001
 
 
 def mistakes() -> Iterator[tuple[str, str]]:
@@ -128,6 +157,9 @@ if not on_horovod:
             call()
         except RuntimeError:
             unsupported.append(name)
+if horovod is None:
+    train_without_horovod(hvd.Compression.none)
+    train_without_horovod(hvd.Compression.fp16)
 assert all(hasattr(hvd, name) for name in dir(horovod) if not name.startswith("_"))
 if hvd.rank() == 0:
     backend = "Horovod" if on_horovod else "tcp"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import io
 import json
 import warnings
@@ -364,20 +365,43 @@ def mistakes() -> None:
     train(net, other, range(1))
 
 
-def with_closure() -> None:
-    net, one = model(), model()
-    optimizer, alone = wrapped(net, "hierarchical"), torch.optim.SGD(one.parameters(), lr=LR, momentum=0.9)
+class SAM(torch.optim.SGD):
+    """Foret et al., "Sharpness-aware minimization", 2021: a step with the gradients of other weights."""
 
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(net, 0, [hvd.rank()])
-        loss.backward()
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss, weights = closure(), [weight for group in self.param_groups for weight in group["params"]]
+        moves = [0.05 * weight.grad for weight in weights]
+        for weight, move in zip(weights, moves, strict=True):
+            weight.data += move
+        with torch.enable_grad():
+            closure()
+        for weight, move in zip(weights, moves, strict=True):
+            weight.data -= move
+        super().step()
         return loss
 
-    assert optimizer.step(closure) == loss_of(one, 0, [hvd.rank()])
-    loss_of(one, 0, range(hvd.size())).backward()
-    alone.step()
-    np.testing.assert_allclose(flat(net), flat(one), rtol=2e-5, atol=2e-6)
+
+def with_closure() -> None:
+    """A step with a closure equals one process, or is an error."""
+
+    def closure(net: torch.nn.Module, ranks: Iterable[int]) -> torch.Tensor:
+        net.zero_grad()
+        loss = loss_of(net, 0, ranks)
+        loss.backward()
+        return loss.detach()
+
+    for settings in ({}, {"compression": hvd.Compression.fp16}):  # by the strategy, and by Horovod's calls
+        net, one, other = model(), model(), model()
+        optimizer, alone = wrapped(net, "hierarchical", **settings), torch.optim.SGD(one.parameters(), LR, 0.9)
+        own_loss = loss_of(one, 0, [hvd.rank()])
+        assert optimizer.step(lambda net=net: closure(net, [hvd.rank()])) == own_loss
+        alone.step(lambda one=one: closure(one, range(hvd.size())))
+        np.testing.assert_allclose(flat(net), flat(one), rtol=1e-3, atol=1e-4 if settings else 2e-6)
+        sharp = SAM(other.parameters(), LR)
+        sharp = hvd.DistributedOptimizer(sharp, other.named_parameters(), strategy="hierarchical", **settings)
+        mistake = functools.partial(sharp.step, functools.partial(closure, other, [hvd.rank()]))
+        rejects(ValueError, "at other weights", mistake)
 
 
 pair = hvd.ProcessSet([0, 1])

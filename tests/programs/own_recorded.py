@@ -1,10 +1,11 @@
 """A small training script that logs losses, samples and scores; used by test_own_record.py.
 
-own_recorded.py [--seed N] [--quiet] [--end STATEMENTS]
+own_recorded.py [--seed N] [--quiet] [--begin STATEMENTS] [--end STATEMENTS]
 """
 
 from __future__ import annotations
 
+import os  # noqa: F401 (for the statements)
 import sys
 
 import mpi4py
@@ -20,11 +21,16 @@ model = torch.nn.Linear(64, 10)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 other = torch.nn.Linear(2, 2)  # a GAN has two optimizers
-second = hvd.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), other.named_parameters())
+second = torch.optim.SGD(other.parameters(), lr=0.1)
+compression = hvd.Compression.none if "--quiet" in sys.argv else hvd.Compression.fp16
+second = hvd.DistributedOptimizer(second, other.named_parameters(), compression)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
 images, labels = torch.randn(32, 64), torch.randint(0, 10, (32,))
+batches = 8
+if "--begin" in sys.argv:
+    exec(sys.argv[-1])
 for epoch in range(2):
-    for _ in range(8):
+    for _ in range(batches):
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(images), labels)
         loss.backward()

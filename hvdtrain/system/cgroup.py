@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 LAUNCHERS_OWN = "HVDTRAIN_THREADS_BY_LAUNCHER"
@@ -25,21 +26,24 @@ class Limit:
     """The group's quota, in CPU seconds per second."""
 
 
+def groups(controller: str, own: Path = Path("/proc/self/cgroup"), mount: Path = MOUNT) -> Iterator[tuple[Path, bool]]:
+    """The control groups that hold this process and may limit it, and whether they are of cgroup v2."""
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or controller in controllers.split(","):
+            base = mount / controller if controllers else mount
+            group = base / path.strip("/")
+            for folder in (group, *group.parents):
+                if base in (folder, *folder.parents):
+                    yield folder, not controllers
+
+
 def limit(own: Path = Path("/proc/self/cgroup"), mount: Path = MOUNT) -> Limit | None:
     """The CPU limit of this process in cgroup v1 or v2. None if it has no limit."""
     limits: list[Limit] = []
-    for line in own.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base = mount
-        elif "cpu" in controllers.split(","):
-            base = mount / "cpu"
-        else:
-            continue
-        group = base / path.strip("/")
-        for folder in (group, *(above for above in group.parents if base in (above, *above.parents))):
-            with contextlib.suppress(OSError, ValueError):
-                limits.append(Limit(folder=folder, cores=_cores(folder, v2=controllers == "")))
+    for folder, v2 in groups("cpu", own, mount):
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(Limit(folder=folder, cores=_cores(folder, v2=v2)))
     return min(limits, key=lambda one: one.cores, default=None)
 
 

@@ -41,7 +41,7 @@ COMMANDS = {
     "hvdtrain export results/a --to safetensors -o model.safetensors": (),
     "hvdtrain cluster status": (69,),  # none is up
     "hvdtrain throttle 10mbit --dev lo --force --dry-run": (),
-    "hvdtrain doctor": (),
+    "hvdtrain doctor --quick": (),
     "hvdtrain monitors": (),
     "hvdtrain plan --help": (),
     "hvdtrain plan resnet --width 0.25 --hosts 1..4 --rates 10mbit": (),

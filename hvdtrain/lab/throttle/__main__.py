@@ -255,9 +255,8 @@ def main(arguments: list[str]) -> int:
     if options.hosts or options.hostfile:
         return remote.main(options, arguments)
     if action == "throttle":
-        shapes(options)  # report a bad rate before a missing permission
-        if options.duration:
-            seconds(options.duration)
+        shapes(options)  # report a bad rate and a dangerous interface before a missing permission
+        _duration_s(options)
     if action == "show":
         return goodput.show_all(options)
     if os.geteuid() and not options.dry_run:

@@ -107,16 +107,13 @@ def _short(number: float) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align all columns but the strategy to the right. A long one continues on further lines."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
-    left = sum(widths) + 2 * len(widths) + 2
-    room = terminal_width() - left
+    """Align all columns but the strategy to the right. If one does not fit, all have a line below their numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    apart = sum(widths) + 2 * len(widths) > terminal_width()
     lines = []
-    for row in rows:
-        name = row[-1] if len(row[-1]) <= room else row[-1].replace("+", " +")
-        first, *more = wrapped(name, room) or [""]
-        lines.append("  " + "  ".join([*map(str.rjust, row[:-1], widths), first]).rstrip())
-        lines += [" " * left + part for part in more]
+    for *cells, strategy in rows:
+        lines.append("  " + "  ".join([*map(str.rjust, cells, widths), "" if apart else strategy]).rstrip())
+        lines += [f"    {strategy}"] if apart and strategy else []
     return lines
 
 

@@ -207,8 +207,3 @@ def test_the_sentences_are_true_of_the_pixels(scenes: CaptionDataset) -> None:
                 filled = {"square": (1, 1), "circle": (0.7, 0.9), "triangle": (0.45, 0.65), "cross": (0.2, 0.52)}[shape]
                 assert filled[0] <= thing.mean() <= filled[1]
                 assert thing[0, 0] == (shape == "square") and thing[-1, 0] == (shape in ("square", "triangle"))
-
-
-def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
-    with failing(BAD_DATA, "'shapes', 'flickr8k:DIR' or a folder made by"):
-        load("flickr8k:/nowhere")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
 from hvdtrain.data import apportion, digits, load, stratify
-from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA
+from hvdtrain.system.exits import BAD_CONFIG
 
 
 def test_digits_are_scikit_learns() -> None:
@@ -33,11 +33,6 @@ def test_digits_split_is_fixed_and_stratified() -> None:
         whole = np.bincount(load_digits().target)
         assert np.all(np.abs(np.bincount(part.labels) - share * whole) < 2)
     assert dataset.fingerprint == digits.load().fingerprint != digits.load((16, 16)).fingerprint
-
-
-def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
-    with failing(BAD_DATA, "hint: give 'digits', 'fashion-mnist', 'idx:DIR' or a folder made by"):
-        load("mnist", None)
 
 
 shares = st.tuples(st.integers(1, 100), st.integers(0, 99)).filter(lambda pair: sum(pair) <= 100)

@@ -338,7 +338,6 @@ def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
 BAD = [
     (["--lr", "x"], 2, "--lr: 'x' is not a number"),
     (["--framework", "mxnet"], 2, "choose from torch, tensorflow, auto"),
-    (["--verify-data"], 2, "--verify-data was removed; hint: "),
     (["--config", "nowhere.toml"], 2, "nowhere.toml: No such file"),
     (["--batch-size", "1"], 78, "BatchNorm needs two values"),
     (["--batch-size", "8", "--global-batch-size", "8"], 78, "give one of them"),

@@ -101,10 +101,6 @@ def typed(name: str, settings: dict[str, Any]) -> str:
         ("local-sgd:outer_momentum=1", "outer_momentum is 1.0; hint: give a number >= 0 and < 1"),
         ("allreduce:rank=2", "no setting 'rank' of allreduce; its settings: none"),
         ("", "unknown strategy ''"),
-        ("delayed:staleness=2", "delayed has been removed; hint: use local-sgd:every=1,staleness=1"),
-        ("hybrid+int8", "hint: use any other strategy with --shares measured"),
-        ("local-sgd+fp16", "hint: use bf16"),
-        ("factors", "hint: use powersgd:rank=4"),
     ],
 )
 def test_errors_list_what_is_valid(text: str, message: str) -> None:

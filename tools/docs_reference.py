@@ -160,8 +160,6 @@ def all_strategies() -> Iterator[str]:
                     for field in dataclasses.fields(cls.Settings)
                 ),
             )
-    yield from ("## Removed", "")
-    yield from table("strategy | use instead", ((code(old), code(new)) for old, new in registry.REMOVED.items()))
 
 
 def sweep_keys() -> Iterator[str]:

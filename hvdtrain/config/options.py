@@ -262,13 +262,6 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
         *("monitor_idle_s", "profile", "horovod_timeline", "inference", "tensorboard", "debug"),
     )
     """Options that help lists by name only"""
-    REMOVED: ClassVar[dict[str, str]] = {
-        "--target-accuracy": "use --target accuracy=X",
-        "--verify-data": "leave it out, or remove ~/.cache/hvdtrain/verified; a folder is verified once on each host",
-        "--recompute": "leave it out; --stage-order 1f1b holds fewer activations than gpipe",
-        "--stage-memory": "leave it out and choose --stages, --cut-at or more --micro-batches",
-    }
-    """Flags of earlier versions, and what to use instead"""
 
     @property
     def inference_sizes(self) -> list[int]:

@@ -13,7 +13,6 @@ import dataclasses
 import difflib
 import inspect
 import os
-import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -124,9 +123,6 @@ class OptionParser(Parser):
         return "\n".join([*lines, "", self.epilog or "", ""])
 
     def error(self, message: str) -> NoReturn:
-        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
-        if unknown and (advice := getattr(self.cls, "REMOVED", {}).get(unknown[1])):
-            raise Failure(f"{unknown[1]} was removed; hint: {advice}", exits.USAGE)
         super().error(message.removeprefix("argument "))
 
 

@@ -39,7 +39,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import PIL
@@ -120,8 +120,6 @@ class ImageOptions:
 @dataclass(frozen=True, kw_only=True)
 class ImagesConfig(ImageOptions):
     """Options of `hvdtrain data images`."""
-
-    REMOVED: ClassVar[dict[str, str]] = {"--fast-jpeg": "leave it out; images are decoded in full"}
 
     source: str
     """Folder with one folder of images per class."""

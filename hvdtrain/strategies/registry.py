@@ -39,13 +39,6 @@ REDUCERS: dict[str, type[Reducer]] = {
 }
 DEFAULT_REDUCER = "hierarchical"
 """Reducer of an algorithm without a plus"""
-REMOVED = {
-    "delayed": "local-sgd:every=1,staleness=1",
-    "fp16": "bf16",
-    "factors": "powersgd:rank=4",
-    "hybrid": "any other strategy with --shares measured",
-}
-"""Strategies of earlier versions, and what to use instead"""
 GROUP = "hvdtrain.strategies"
 
 

@@ -231,8 +231,6 @@ def _component(text: str, word: str, known: Sequence[str], kind: str) -> Compone
     """Resolve one of the `known` names with its settings; failures quote the whole string."""
     name, _, settings = word.partition(":")
     if name not in known:
-        if name in registry.REMOVED:
-            raise error(text, f"{name} has been removed; hint: use {registry.REMOVED[name]}")
         raise error(text, f"unknown {kind} {name!r}{near(name, known)}; known: {', '.join(known)}")
     try:
         return component(name, settings)

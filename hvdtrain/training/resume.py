@@ -40,8 +40,8 @@ def parse(cls: type[C], workload: str, purpose: str, argv: Sequence[str] | None 
     if catalog.help_requested(config.strategy):
         return config
     if automatic.rule(config.strategy):
-        kept = _manifest(Path(config.run_dir)) if config.resume and config.run_dir else None
-        return dataclasses.replace(config, strategy=str(kept.config["strategy"])) if kept else config
+        run = kept(config)
+        return dataclasses.replace(config, strategy=str(run.config["strategy"])) if run else config
     return dataclasses.replace(config, strategy=str(strategies.parse(config.strategy)))
 
 
@@ -95,25 +95,16 @@ def global_batch(config: options.TrainConfig, ranks: int) -> int:
     A run that is resumed with another number of ranks keeps its global batch, unless --batch-size or
     --global-batch-size changes. Raises Failure (65) for a damaged manifest.
     """
-    manifest = _manifest(Path(config.run_dir)) if config.resume and config.run_dir else None
-    sizes = ("batch_size", "global_batch_size")
-    kept = manifest.plan.get("global_batch") if manifest else None
-    if manifest and type(kept) is int and all(manifest.config.get(name) == getattr(config, name) for name in sizes):
-        return kept
+    run, sizes = kept(config), ("batch_size", "global_batch_size")
+    batch = run.plan.get("global_batch") if run else None
+    if run and type(batch) is int and all(run.config.get(name) == getattr(config, name) for name in sizes):
+        return batch
     return batch_plan.global_batch(config, ranks)
 
 
-def kept_cut(config: options.TrainConfig) -> tuple[str, ...]:
-    """Return the partition of the run to resume; empty if its number of stages differs. Raises Failure (65)."""
-    manifest = _manifest(Path(config.run_dir)) if config.resume and config.run_dir else None
-    same = manifest is not None and manifest.plan.get("stages", 1) == config.stages
-    return tuple(manifest.plan.get("cut", ())) if manifest and same else ()
-
-
-def kept_auto(config: options.TrainConfig) -> str | None:
-    """Return the --strategy auto of the run to resume; None if its strategy was named. Raises Failure (65)."""
-    manifest = _manifest(Path(config.run_dir)) if config.resume and config.run_dir else None
-    return manifest.exchange.get("auto") if manifest else None
+def kept(config: options.TrainConfig) -> records.Manifest | None:
+    """Return the manifest of the run to resume; None if there is none. Raises Failure (65) if it is damaged."""
+    return _manifest(Path(config.run_dir)) if config.resume and config.run_dir else None
 
 
 def _manifest(folder: Path) -> records.Manifest | None:

@@ -186,7 +186,14 @@ def script(options: Any, counts: Sequence[int], names: Sequence[str]) -> Found:
         program = f"import sys; sys.path.append({ROOT!r}); from hvdtrain.plan import observe; observe.child()"
         command = [sys.executable, "-P", "-c", program, request]
         environment = {**os.environ, **ENVIRONMENT}
-        code = subprocess.run(command, env=environment, stdout=2, pass_fds=[answer.fileno()], check=False).returncode
+        code = subprocess.run(
+            command,
+            env=environment,
+            stdout=2,
+            pass_fds=[answer.fileno()],
+            preexec_fn=proc.end_with_parent,
+            check=False,
+        ).returncode
         answer.seek(0)
         content = answer.read()
     if not content:
@@ -203,7 +210,6 @@ def script(options: Any, counts: Sequence[int], names: Sequence[str]) -> Found:
 
 def child() -> None:
     """Run a script for the process that called `script`, and write what was found to its file."""
-    proc.end_with_parent()
     descriptor, options, counts, names = json.loads(sys.argv[1])
 
     def answer(found: Found) -> None:

@@ -25,7 +25,7 @@ from hvdtrain.comm.world import RankGroup
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.models.resnet import ResNetSpec, parameters
-from hvdtrain.plan import choice, coding, command, learning, prediction, profile
+from hvdtrain.plan import choice, coding, command, learning, pilot, prediction, profile
 from hvdtrain.plan.network import Link, Uplink, measured
 from hvdtrain.plan.prediction import Host
 from hvdtrain.plan.profile import Point, Profile
@@ -444,7 +444,7 @@ def test_the_noise_scale_of_known_gradients_is_in_its_interval(batch: int) -> No
     batches = itertools.repeat(Batch(arrays=(), weight=batch, total_weight=batch))
     for seed in range(20):
         probe = profile.Probe(Communicator(), [(size,)], TrainConfig(), None, None)
-        least, most = profile.noise_scale(Noisy(mean, deviation, seed), probe, batches, batch, lambda _: 0.0, 0.0)
+        least, most = pilot.noise_scale(Noisy(mean, deviation, seed), probe, batches, batch, lambda _: 0.0, 0.0)
         inside += least <= truth <= (math.inf if most is None else most)
     assert inside >= 16, "95 % intervals"
 

@@ -1,7 +1,8 @@
 """Predicts the time of a training step for other hosts, links and strategies, before any of them is used.
 
 - `profile` measures one host: computation, readiness of gradients, delays. `observe` runs a workload or a script
-  until its profile is known, and `steps` times the steps that a script makes itself.
+  until its profile is known, and `steps` times the steps that a script makes itself. `pilot` trains for some seconds to
+  see what larger batches cost.
 - `coding` measures what reducers cost the processor.
 - `network` describes links between hosts, in TCP payload; `probe` measures the links of real hosts over ssh.
 - `simulation` simulates computation, coding and links of all hosts; `stages` does so for a pipeline.

@@ -270,14 +270,10 @@ def _from_workload(options: Any, counts: Sequence[int] | None, rates: Sequence[i
     cluster = probe.hosts_of(options.cluster) if options.cluster is not None else []
     if cluster:
         counts, options.ranks_per_host = list(range(1, len(cluster) + 1)), max(host.ranks for host in cluster)
-    profiler = observe.Profiler(options, counts or [1, 2, 4, 8], prediction.reducers(_wanted(options)))
-    if observe.is_script(options.workload):
-        observe.script(Path(options.workload), options.flags, profiler)
-    else:
-        size = [f"--global-batch-size={options.global_batch_size}"] if options.global_batch_size else []
-        observe.workload(options.workload, [*options.flags, *size], profiler)
-    assert profiler.found and profiler.found.profile and profiler.found.config
-    made, config, notes = profiler.found.profile, profiler.found.config, profiler.found.notes
+    run = observe.script if observe.is_script(options.workload) else observe.workload
+    found = run(options, counts or [1, 2, 4, 8], prediction.reducers(_wanted(options)))
+    made, config, notes = found.profile, found.config, found.notes
+    assert made and config
     able, refused = exchanges_of(options, config, made)
     if cluster:
         some = [cluster[:count] for count in counts or ()]

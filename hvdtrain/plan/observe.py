@@ -24,7 +24,7 @@ from hvdtrain.comm.lifecycle import StopSignal
 from hvdtrain.config import workloads
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.launch.tuning import MMAP_THRESHOLD_BYTES
-from hvdtrain.plan import coding, profile
+from hvdtrain.plan import coding, pilot, profile
 from hvdtrain.plan.profile import Profile
 from hvdtrain.plan.steps import WARM_UP_STEPS, Script
 from hvdtrain.system import exits, proc
@@ -72,11 +72,6 @@ class Profiler(profiled.Observer):
         self._options, self._counts, self._names, self._answer = options, counts, names, answer
         self._is_script = is_script(options.workload)
 
-    def request(self) -> tuple[dict[str, Any], Sequence[int], Sequence[str]]:
-        """Return the arguments of a profiler in another process."""
-        names = ("workload", "ranks_per_host", "global_batch_size", "fresh")
-        return {name: getattr(self._options, name) for name in names}, self._counts, self._names
-
     def modelled(self, job: Job, model: profiled.Maker) -> None:
         ranks = self._options.ranks_per_host
         config, key = self._with_batch(job.run.config), profiled.key(job)
@@ -92,7 +87,7 @@ class Profiler(profiled.Observer):
             kept = profile.with_coding(kept, coding.measure(missing, kept.shapes, profile.CODING_S, job.threads))
             self._keep(kept, key)
         if kept.noise_scale is None and global_batch(config, 1) != global_batch(config, 2):
-            print(f"training for {profile.PILOT_S:.0f} s to see what a larger batch costs", file=sys.stderr, flush=True)
+            print(f"training for {pilot.PILOT_S:.0f} s to see what a larger batch costs", file=sys.stderr, flush=True)
             kept = msgspec.structs.replace(kept, noise_scale=profiled.noise_scale(job, model))
             self._keep(kept, key)
         self._end(kept, self._with_batch(job.workload.config))
@@ -153,8 +148,9 @@ def is_script(name: str) -> bool:
     return name not in workloads.known() and (name.endswith(".py") or Path(name).is_file())
 
 
-def workload(name: str, flags: Sequence[str], observer: profiled.Observer) -> None:
-    """Run a workload until the observer has seen enough. Raises Failure (2, 65, 78) as the workload does."""
+def workload(options: Any, counts: Sequence[int], names: Sequence[str]) -> Found:
+    """Run a workload until it is profiled; see `Profiler`. Raises Failure (2, 65, 78) as the workload does."""
+    name = options.workload
     if name not in workloads.known():
         known = ", ".join(workloads.known())
         raise Failure(
@@ -162,60 +158,67 @@ def workload(name: str, flags: Sequence[str], observer: profiled.Observer) -> No
             "file, without a launcher: hvdtrain plan train.py",
             exits.USAGE,
         )
-    module = workloads.module(name)
-    with _arguments(str(module.__file__), flags):
+    module, profiler = workloads.module(name), Profiler(options, counts, names)
+    size = [f"--global-batch-size={options.global_batch_size}"] if options.global_batch_size else []
+    with _arguments(str(module.__file__), [*options.flags, *size]):
         stop = StopSignal()
         try:
-            with profiled.observing(observer), contextlib.redirect_stdout(sys.stderr):
+            with profiled.observing(profiler), contextlib.redirect_stdout(sys.stderr):
                 module.main(stop)
-                raise Failure(f"{name} made no model; hint: leave out --dry-run and --strategy help", exits.USAGE)
         finally:
             stop.restore()
+    if profiler.found is None:
+        raise Failure(f"{name} made no model; hint: leave out --dry-run and --strategy help", exits.USAGE)
+    return profiler.found
 
 
-def script(path: Path, flags: Sequence[str], profiler: Profiler) -> None:
-    """Run a script in its own process, as the only rank, until it is profiled. `profiler` gets what it found.
+def script(options: Any, counts: Sequence[int], names: Sequence[str]) -> Found:
+    """Run a script in its own process, as the only rank, until it is profiled; see `Profiler`.
 
     Raises Failure (1, 2, 78) if the script fails, makes no steps or ends the process.
     """
+    path = Path(options.workload)
     if not path.is_file():
         raise Failure(f"{path}: no such script; hint: name a file, or a workload (see --help)", exits.USAGE)
     print(f"running {path} until it is profiled", file=sys.stderr, flush=True)
     with tempfile.TemporaryFile() as answer:
-        request = json.dumps([answer.fileno(), str(path), list(flags), *profiler.request()])
+        request = json.dumps([answer.fileno(), vars(options), counts, names], default=str)
         program = f"import sys; sys.path.append({ROOT!r}); from hvdtrain.plan import observe; observe.child()"
+        command = [sys.executable, "-P", "-c", program, request]
+        environment = {**os.environ, **ENVIRONMENT}
         code = subprocess.run(
-            [sys.executable, "-P", "-c", program, request],
-            env={**os.environ, **ENVIRONMENT},
+            command,
+            env=environment,
             stdout=2,
             pass_fds=[answer.fileno()],
+            preexec_fn=proc.end_with_parent,
             check=False,
         ).returncode
         answer.seek(0)
-        found = answer.read()
-    if not found:
+        content = answer.read()
+    if not content:
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         raise Failure(
             f"{path} ended its process ({how}) before it was profiled; hint: try `python {path}` without plan",
             exits.FAILED,
         )
-    profiler.found = msgspec.json.decode(found, type=Found)
-    if profiler.found.failure:
-        raise Failure(profiler.found.failure, profiler.found.code)
+    found = msgspec.json.decode(content, type=Found)
+    if found.failure:
+        raise Failure(found.failure, found.code)
+    return found
 
 
 def child() -> None:
     """Run a script for the process that called `script`, and write what was found to its file."""
-    proc.end_with_parent()
-    descriptor, name, flags, options, counts, names = json.loads(sys.argv[1])
+    descriptor, options, counts, names = json.loads(sys.argv[1])
 
     def answer(found: Found) -> None:
         os.write(descriptor, msgspec.json.encode(found))
 
-    profiler, path = Profiler(argparse.Namespace(**options), counts, names, answer), Path(name)
+    profiler, path = Profiler(argparse.Namespace(**options), counts, names, answer), Path(options["workload"])
     keep_heap()
     try:
-        with _arguments(name, flags), profiled.observing(profiler):
+        with _arguments(str(path), options["flags"]), profiled.observing(profiler):
             _run(path)
         profiler.ended()
         if profiler.found is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 import platform
 import resource
 import statistics
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from hvdtrain import records
@@ -45,13 +43,6 @@ CODING_S = 15.0
 WARM_UP_STEPS = 3
 MOST_STEPS = 40
 AVERAGINGS = 5
-PILOT_S = 10.0
-PILOT_GROUPS, GROUP_BATCHES = 8, 3
-"""Groups of batches whose mean gradients are compared after the pilot"""
-MOST_COMPARED = 1 << 25
-"""Numbers of a gradient that are compared, evenly spaced: at most 1 GB for all groups"""
-T_QUANTILE = 2.36
-"""95 %, for the degrees of freedom of the groups"""
 NAP_S = 0.005
 FORWARD = 1 / 3
 """Share of forward in forward and backward, if it was not measured: backward multiplies twice as often"""
@@ -277,57 +268,6 @@ def averaging_s(replica: Any, probe: Strategy, local: Strategy, batch: Batch) ->
             replica.synchronize()
             spent.append(time.process_time() - before)
     return max(0.0, statistics.median(seconds[local][1:]) - statistics.median(seconds[probe][1:]))
-
-
-def noise_scale(
-    replica: Any,
-    probe: Probe,
-    batches: Iterator[Batch],
-    batch_size: int,
-    learning_rate: Callable[[int], float],
-    budget_s: float,
-) -> tuple[float, float | None]:
-    """Train for half of the time, and return `Profile.noise_scale` of the weights that result.
-
-    The gradient noise scale is the trace of the covariance of one sample's gradient / the squared norm of the mean
-    gradient (McCandlish et al., 2018, arXiv:1812.06162). Products of the gradients of different batches estimate the
-    norm without bias, and the jackknife gives its 95 % interval.
-    """
-
-    def backward() -> None:
-        probe.ready_s = []
-        replica.backward(next(batches), 0.0, False)
-        replica.synchronize()
-
-    ending = time.perf_counter() + budget_s / 2
-    step = 0
-    while step < WARM_UP_STEPS or time.perf_counter() < ending:
-        backward()
-        probe.step(replica, learning_rate(step), Clock())
-        step += 1
-    size = elements(probe.shapes)
-    spacing = -(-size // MOST_COMPARED)
-    groups = np.zeros((PILOT_GROUPS, -(-size // spacing)), np.float32)
-    squares = list[float]()
-    for number in range(PILOT_GROUPS * GROUP_BATCHES):
-        backward()
-        gradient = replica.vector()[:size:spacing]
-        squares.append(float(gradient @ gradient))
-        groups[number // GROUP_BATCHES] += gradient / GROUP_BATCHES
-    products = groups @ groups.T
-    norm, *without = (_mean_product(products, gone) for gone in [[], *range(PILOT_GROUPS)])
-    spread = statistics.pvariance(without) * (PILOT_GROUPS - 1)
-    error = T_QUANTILE * math.sqrt(spread)
-    trace = batch_size * max(0.0, statistics.mean(squares) - norm)
-    least = trace / max(norm + error, 1e-30)
-    return max(1.0, least), max(1.0, trace / (norm - error)) if norm > error else None
-
-
-def _mean_product(products: np.ndarray, gone: Any) -> float:
-    """Return the mean product of different groups, without the rows and columns of those that are gone."""
-    left = np.delete(np.delete(products, gone, 0), gone, 1)
-    count = len(left)
-    return float((left.sum() - np.trace(left)) / (count * (count - 1)))
 
 
 class Waking:

@@ -34,15 +34,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank, or the link of its host."""
+
     host: str
     cpu: str | None = None
     cores: Positive | None = None
     threads: Samples | None = None
     device: str | None = None
-
-
-class Goodput(msgspec.Struct, frozen=True, kw_only=True):
-    host: str
     goodput_to: str | None = None
     goodput_mbit: Seconds | None = None
 
@@ -61,7 +59,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     config: Config
     ranks: Annotated[list[Rank], Meta(min_length=1)]
-    links: list[Goodput]
+    links: list[Rank]
     plan: Numbers
     data: Numbers
     shapes: Shapes

@@ -19,7 +19,7 @@ from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.world import RankGroup
 from hvdtrain.data import Batch
 from hvdtrain.data.loader import Loader
-from hvdtrain.plan import choice, coding, profile
+from hvdtrain.plan import choice, coding, pilot, profile
 from hvdtrain.plan.prediction import EXACT_REDUCER, reducers
 from hvdtrain.plan.profile import Probe, Profile
 from hvdtrain.strategies import Exchange, automatic, parse
@@ -157,7 +157,7 @@ def noise_scale(job: Job, model: Maker) -> tuple[float, float | None]:
     def learning_rate(step: int) -> float:
         return plan.learning_rate(min(step, plan.steps - 1))
 
-    return profile.noise_scale(replica, probe, endless, plan.global_batch, learning_rate, profile.PILOT_S)
+    return pilot.noise_scale(replica, probe, endless, plan.global_batch, learning_rate, pilot.PILOT_S)
 
 
 def candidates(job: Job, rule: automatic.Rule) -> list[Exchange]:

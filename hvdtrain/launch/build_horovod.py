@@ -337,7 +337,7 @@ def install(wheel: Path, frameworks: list[str]) -> None:
         done = subprocess.run([sys.executable, *words], cwd="/", text=True, capture_output=True)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            hint = f"remove {cache_folder()}/horovod-{VERSION}-* and try again"
+            hint = f"remove {files.cache_folder()}/horovod-{VERSION}-* and try again"
             raise Failure(f"{wheel.name} cannot be installed or loaded: {reason}; hint: {hint}")
 
 

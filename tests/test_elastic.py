@@ -149,6 +149,43 @@ def test_a_host_that_becomes_slow_stays_with_a_smaller_share(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_a_host_that_came_back_and_hangs_is_put_out_again(tmp_path: Path) -> None:
+    """The others wait for it, and none of them ends. It comes back once more."""
+    folder, roles = tmp_path / "run", json.dumps({"dies": [2, 15], "hangs": [2, 5]})
+    flags = [
+        *SMALL,
+        "--strategy",
+        "hierarchical",
+        "--epochs",
+        "999",
+        "--check-replicas",
+        "1",
+        "--evaluate-samples",
+        "32",
+    ]
+    words = [str(PROGRAMS / "elastic_roles.py"), str(tmp_path), roles, *flags, "--stall-limit", "1"]
+    command = ["launch/mpirun.sh", "--elastic", "--quiet", "-H", "127.0.0.1:1,127.0.0.2:1,127.0.0.3:1", sys.executable]
+    with (tmp_path / "errors").open("w+") as errors:
+        process = subprocess.Popen(
+            [*command, *words, "--run-dir", str(folder)], cwd=ROOT, env=environment(), stderr=errors
+        )
+
+        def said() -> str:
+            return (tmp_path / "errors").read_text()
+
+        try:
+            until(lambda: process.poll() is not None or len(views(folder)) == 4, what=said)
+            process.terminate()
+            assert process.wait(LIMIT_S) == 75, said()
+        finally:
+            process.kill()
+    assert [view.ranks for view in read_run(folder)["view"]] == [2, 3, 2, 3]
+    reason = read_run(folder)["view"][2].reason
+    assert "rank 2 on 127.0.0.3: other ranks have waited for it" in reason, reason
+    assert "rank 2 on 127.0.0.3: other ranks have waited 1 s for it; its stack:" in said()
+
+
+@pytest.mark.slow
 def test_auto_chooses_again_when_members_change(tmp_path: Path) -> None:
     """From exact sums to local steps and back.
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from conftest import WITHOUT_RIGHTS, until
 
+from hvdtrain.launch.stalls import ENDS_AFTER, PROGRESS, WAIT
 from hvdtrain.sentinel import auth, goodput, interfaces
 from hvdtrain.sentinel.auth import Party
 from hvdtrain.sentinel.processes import launchers
-from hvdtrain.sentinel.stalls import ENDS_AFTER, PROGRESS, WAIT
 from hvdtrain.sentinel.watch import ASLEEP_S, PURPOSE, REFUSED_S, SILENCE_S, STOPPED_S, RankReport, Watch
 from hvdtrain.system import link_probe
 

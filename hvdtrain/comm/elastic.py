@@ -33,6 +33,7 @@ from hvdtrain.comm.errors import PeerLost
 from hvdtrain.comm.stream import swap
 from hvdtrain.launch.agent import FD
 from hvdtrain.launch.line import HELLO, MOST_BYTES, TO_RANK, BrokenLine, decoded, encoded
+from hvdtrain.sentinel import waiting
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
@@ -100,6 +101,11 @@ class Channel:
     def send(self, message: dict[str, Any]) -> None:
         with self._sending:
             self._socket.sendall(encoded(message))
+
+    def watch(self, stall_limit_s: float) -> None:
+        """Report to the agent of this host when this rank waits for others: see `launch.stalls`."""
+        self.send({"pid": os.getpid(), "limit_s": float(stall_limit_s)})
+        waiting.start(lambda report: self.send({"report": report.decode()}), stall_limit_s)
 
     def _read(self, reader: Any) -> None:
         while line := reader.readline(MOST_BYTES):

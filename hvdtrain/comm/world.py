@@ -82,6 +82,8 @@ class RankGroup:
         sentinel = Sentinel(
             rendezvous.rank, first=first, job_key=rendezvous.job_key, stall_limit_s=stall_limit_s, elastic=elastic
         )
+        if isinstance(rendezvous, ViewRendezvous):
+            rendezvous.channel.watch(stall_limit_s)
         lifecycle.report_to(sentinel)
         atexit.register(sentinel.report_finished)
         group = cls(rendezvous, sentinel, loopback)
@@ -150,7 +152,7 @@ def find_ranks(
     """Find the other ranks of this job and start the sentinels. Collective.
 
     `horovod`: let Horovod find them, which is then the backend. `timeline`: allow Horovod's timeline to start later.
-    `stall_limit_s`: see `sentinel.stalls`; 0 for no limit. `elastic`: see `RankGroup.launched`. Raises Failure (69) if
+    `stall_limit_s`: see `launch.stalls`; 0 for no limit. `elastic`: see `RankGroup.launched`. Raises Failure (69) if
     Horovod is missing, ranks cannot be found, or there are fewer ranks or hosts than the launcher started.
     """
     environment = launch_env()

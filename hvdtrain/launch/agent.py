@@ -2,8 +2,8 @@
 
 `launch.elastic` starts one agent per host, over ssh or with Slurm's srun. Both sides send messages (`line`):
 
-    launcher -> agent   the job (first line), beat, to + message (for ranks), signal, end
-    agent -> launcher   beat, from + message (of a rank), stdout (of a rank), ended + code (of a rank)
+    launcher -> agent   the job (first line), beat, to + message (for ranks), signal, stalls (of other hosts), end
+    agent -> launcher   beat, from + message (of a rank), stdout (of a rank), ended + code (of a rank), stall
 
 Each rank has a socket to its agent, whose number is in HVDTRAIN_ELASTIC_FD, and its standard error is the agent's. The
 ranks of a host live and die together: if a signal ends one, the agent kills the others. It also kills them if the
@@ -23,14 +23,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.launch.line import CHUNK, JOB, TO_AGENT, BrokenLine, Line, decoded
-from hvdtrain.system import hosts, net, ssh
+from hvdtrain.launch import stalls
+from hvdtrain.launch.line import CHUNK, JOB, REPORT, TO_AGENT, WATCHED, BrokenLine, Line, decoded, fits
+from hvdtrain.system import hosts, net, proc, ssh
 from hvdtrain.system.commands import Command
 from hvdtrain.system.exits import Failure
 
 FD = "HVDTRAIN_ELASTIC_FD"
 """Variable with the descriptor of a rank's socket to its agent"""
 BEAT_S = 0.5
+LOOK_S = 1.0
 LAUNCHER = "the launcher"
 LAST_S = 2.0
 """Time to pass on the last output of the ranks"""
@@ -87,6 +89,9 @@ class Rank:
         self.line = Line(ours.fileno(), ours.fileno(), dict, f"rank {number}")
         self.line.send({**job["hello"], "rank": number, "local_rank": local_rank, "local_size": len(job["ranks"])})
         self.ended = False
+        self.pid = self.process.pid
+        """The process that trains, which the command may have started"""
+        self.stopped_since: float | None = None
 
 
 class Agent:
@@ -103,13 +108,20 @@ class Agent:
             self._ready.register(rank.line.source, selectors.EVENT_READ, rank.line)
             self._ready.register(rank.process.stdout, selectors.EVENT_READ, rank)
         self._heard_at = time.monotonic()
+        self._host, self._limit_s = job["host"], 0.0
+        self._stalls = stalls.Stalls(0.0, self._host, {}, self._heard_at)
+        self._others: list[dict[str, Any]] | None = None
+        """The summaries of the other members, if the launcher asks for this host's"""
 
     def run(self) -> None:
-        next_beat = 0.0
+        next_beat = next_look = 0.0
         while not all(rank.ended for rank in self._ranks):
             if time.monotonic() >= next_beat:
                 self._launcher.send({"beat": 1})
                 next_beat = time.monotonic() + BEAT_S
+            if time.monotonic() >= next_look:
+                self._look(time.monotonic())
+                next_look = time.monotonic() + LOOK_S
             for line in (self._launcher, *(rank.line for rank in self._ranks)):
                 line.flush()
             for key, _ in self._ready.select(BEAT_S / 10):
@@ -143,8 +155,35 @@ class Agent:
             if data is None:
                 self._obey(message)
             else:
-                number = next(rank.number for rank in self._ranks if rank.line is data)
-                self._launcher.send({"from": number, "message": message})
+                self._pass_on(next(rank for rank in self._ranks if rank.line is data), message)
+
+    def _pass_on(self, rank: Rank, message: dict[str, Any]) -> None:
+        now = time.monotonic()
+        if fits(message, WATCHED):
+            rank.pid, self._limit_s = message["pid"], message["limit_s"]
+            pids = {each.number: each.pid for each in self._ranks}
+            self._stalls = stalls.Stalls(self._limit_s, self._host, pids, now)
+        elif fits(message, REPORT):
+            self._stalls.receive(rank.number, message["report"].encode(), now)
+        else:
+            self._launcher.send({"from": rank.number, "message": message})
+
+    def _look(self, now: float) -> None:
+        """Look for ranks that wait for others or are stopped. Report them, also if the launcher asks."""
+        for rank in self._ranks:
+            state = proc.stat(rank.pid).state
+            rank.stopped_since = (rank.stopped_since or now) if state == "T" else None
+            if state in "Tt":
+                self._stalls.resume(now, [rank.number])
+        stopped_s = max(0.0 if rank.stopped_since is None else now - rank.stopped_since for rank in self._ranks)
+        summary = self._stalls.summary(now)
+        if self._others is not None:
+            self._stalls.judge(self._others)
+        self._stalls.report(lambda line: print(line, file=sys.stderr, flush=True))
+        waits = bool(summary) and summary["wait_s"] >= self._limit_s / 2
+        if waits or stopped_s or self._others is not None:
+            self._launcher.send({"stall": summary, "limit_s": self._limit_s, "stopped_s": stopped_s})
+        self._others = None
 
     def _obey(self, order: dict[str, Any]) -> None:
         self._heard_at = time.monotonic()
@@ -156,6 +195,8 @@ class Agent:
             for rank in self._ranks:
                 if not rank.ended:
                     rank.process.send_signal(order["signal"])
+        elif "stalls" in order:
+            self._others = order["stalls"]
         elif "end" in order:
             self.kill()
 

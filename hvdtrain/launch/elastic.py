@@ -29,7 +29,7 @@ from typing import Any
 from hvdtrain.launch.agent import BEAT_S, agent_command
 from hvdtrain.launch.hostfile import HostfileWatch, say
 from hvdtrain.launch.line import BrokenLine
-from hvdtrain.launch.members import RETURN_MAX_S, Host, Members, arrival, dismiss, slowness
+from hvdtrain.launch.members import RETURN_MAX_S, Host, Members, arrival, blocked, dismiss, slowness
 from hvdtrain.system import exits
 from hvdtrain.system.commands import Command
 from hvdtrain.system.hosts import Slots
@@ -42,6 +42,8 @@ SLOW_REPORTS = 3
 """Reports in a row after which a host counts as slow"""
 ATTEMPTS = 5
 """Views in a row in which the members could not connect, after which the job ends"""
+LOOK_S, RECENT_S = 1.0, 3.0
+"""Time between two looks for stalls, and the age of the reports that they use"""
 LAST_WORDS_S = 4.0
 """Time for the other ranks to end after one of them failed"""
 KEY_BYTES = 32
@@ -84,6 +86,7 @@ class ElasticJob:
         self._gathers: dict[tuple[int, int], dict[int, str]] = {}
         self._again_at: float | None = None
         self._attempts = 0
+        self._next_look = 0.0
         size = sum(slots.slots for slots, _ in places)
         self._job = {"command": command, "environment": dict(environment), "folder": str(Path.cwd()), "size": size}
         self._hello = {"job_key": secrets.token_hex(KEY_BYTES), "addresses": self._addresses, "begun": {}}
@@ -102,7 +105,7 @@ class ElasticJob:
 
     def _start(self, host: Host, view: dict[str, Any]) -> None:
         """Start the agent of a host, and its ranks, whose first view is `view`."""
-        host.start({**self._job, "ranks": host.ranks, "hello": {**self._hello, "view": view}})
+        host.start({**self._job, "host": host.name, "ranks": host.ranks, "hello": {**self._hello, "view": view}})
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         again = number != signal.SIGUSR1 and any(before != signal.SIGUSR1 for before in self._signals)
@@ -135,6 +138,7 @@ class ElasticJob:
                 next_beat = now + BEAT_S
             self._receive(BEAT_S / 4)
             self._check(time.monotonic())
+            self._heed_stalls(time.monotonic())
             self._add_hosts(time.monotonic())
             self._bring_back(time.monotonic())
         dismiss(self._hosts, LAST_WORDS_S)
@@ -188,6 +192,9 @@ class ElasticJob:
                 os.write(1, message["stdout"].encode("utf-8", "surrogateescape"))
         elif "ended" in message and not host.lost:
             self._rank_ended(index, message["ended"], message["code"])
+        elif "stall" in message:
+            host.stall, host.limit_s, host.stopped_s = message["stall"], message["limit_s"], message["stopped_s"]
+            host.looked_at = time.monotonic()
         elif "from" in message and not host.lost:
             self._heard(index, message["from"], message["message"])
 
@@ -271,6 +278,21 @@ class ElasticJob:
                 self._end(f"its ranks could not connect {ATTEMPTS} times, although all hosts answer")
             self._members.number += 1
             self._show_view("a connection broke")
+
+    def _heed_stalls(self, now: float) -> None:
+        """Put out members that keep the others waiting or are stopped."""
+        if now < self._next_look or self._ending:
+            return
+        self._next_look = now + LOOK_S
+        members = {index: self._hosts[index] for index in self._members.present if not self._hosts[index].gone}
+        stalls = {index: host.stall for index, host in members.items() if now - host.looked_at < RECENT_S}
+        for index, host in members.items() if stalls else ():  # they answer
+            host.line.send({"stalls": [stall for other, stall in stalls.items() if other != index and stall]})
+        blocking, reason = blocked(members, stalls)
+        for index in blocking:
+            self._lose(index, reason)
+        if reason and not blocking:
+            self._end(reason)
 
     def _lose(self, index: int, reason: str) -> None:
         host = self._hosts[index]

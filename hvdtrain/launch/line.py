@@ -43,14 +43,35 @@ FROM_RANK = (
     {"joined": int},
     {"broken": int},
 )
-JOB = {"command": [str], "environment": dict, "folder": str, "size": int, "ranks": [int], "hello": dict}
+SUMMARY = {"name": str, "wait_s": float, "absent": [int], "moved_s": float, "progress_s": float}
+"""See `Stalls.summary`"""
+WATCHED = {"pid": int, "limit_s": float}
+"""From a rank to its agent: its process, and the stall limit"""
+REPORT = {"report": str}
+"""From a rank to its agent: see `stalls.WAIT`"""
+JOB = {
+    "command": [str],
+    "environment": dict,
+    "folder": str,
+    "size": int,
+    "host": str,
+    "ranks": [int],
+    "hello": dict,
+}
 """The first message to an agent"""
-TO_AGENT = ({"beat": int}, {"to": [int], "message": dict}, {"signal": range(1, 65)}, {"end": bool})
+TO_AGENT = (
+    {"beat": int},
+    {"to": [int], "message": dict},
+    {"signal": range(1, 65)},
+    {"stalls": [SUMMARY]},
+    {"end": bool},
+)
 FROM_AGENT = (
     {"beat": int},
     {"stdout": str},
     {"ended": int, "code": range(-64, 256)},
     {"from": int, "message": FROM_RANK},
+    {"stall": (SUMMARY, {}), "limit_s": float, "stopped_s": float},
 )
 
 
@@ -74,24 +95,24 @@ def decoded(line: bytes, form: Any, sender: str) -> dict[str, Any] | None:
     message = None
     with contextlib.suppress(ValueError, RecursionError):
         message = json.loads(text)
-    if not _fits(message, form):
+    if not fits(message, form):
         shown = text[:60].decode(errors="replace")
         raise BrokenLine(f"{sender} sent {len(text):,} bytes that are not a message: {shown!a}")
     return message
 
 
-def _fits(value: Any, form: Any) -> bool:
+def fits(value: Any, form: Any) -> bool:
     match form:
         case tuple():
-            return any(_fits(value, each) for each in form)
+            return any(fits(value, each) for each in form)
         case dict():
             return (
                 isinstance(value, dict)
                 and value.keys() == form.keys()
-                and all(_fits(value[name], each) for name, each in form.items())
+                and all(fits(value[name], each) for name, each in form.items())
             )
         case list():
-            return isinstance(value, list) and all(_fits(each, form[0]) for each in value)
+            return isinstance(value, list) and all(fits(each, form[0]) for each in value)
         case range():
             return type(value) is int and value in form
     return type(value) is form and (form is not float or math.isfinite(value))

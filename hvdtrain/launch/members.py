@@ -7,9 +7,10 @@ import dataclasses
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hvdtrain.launch import stalls
 from hvdtrain.launch.agent import agent_command, on_host
 from hvdtrain.launch.line import FROM_AGENT, Line
 
@@ -18,6 +19,8 @@ START_S = 30.0
 RETURN_S = 5.0
 """Wait before a lost host is started again. It doubles with each loss of that host, up to RETURN_MAX_S"""
 RETURN_MAX_S = 60.0
+STOPPED_S = 15.0
+"""How long a rank may be stopped while others run"""
 
 CORES = ["sh", "-c", "echo; exec env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc"]
 """Prints the number of cores in the last line"""
@@ -43,6 +46,14 @@ class Host:
     """Its ranks that have not ended"""
     ready: set[int] = dataclasses.field(default_factory=set)
     """After it was lost: its new ranks that are ready to take part again"""
+    stall: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """See `stalls.Stalls.summary`; empty if it is not known"""
+    limit_s: float = 0.0
+    """Its stall limit; 0 for none"""
+    stopped_s: float = 0.0
+    """How long one of its ranks has been stopped (SIGSTOP)"""
+    looked_at: float = 0.0
+    """When its agent reported the last three"""
     pace_s: dict[int, float] = dataclasses.field(default_factory=dict)
     """The newest report of each rank: how long it computes in a step"""
     slow: int = 0
@@ -109,6 +120,24 @@ def arrival(hosts: Sequence[Host]) -> str:
     words = [f"{' and '.join(back)} came back"] if back else []
     words += [f"{' and '.join(new)} {'is' if len(new) == 1 else 'are'} new"] if new else []
     return ", ".join(words) or "a host was ready to take part, and was lost again"
+
+
+def blocked(hosts: Mapping[int, Host], known: Mapping[int, dict[str, Any]]) -> tuple[list[int], str]:
+    """Return the hosts for which the others wait, and the reason to put them out, or to end the job if all wait.
+
+    `hosts`: the members. `known`: the recent reports of some of them, see `Stalls.summary`.
+    """
+    stopped = [index for index in known if hosts[index].stopped_s > STOPPED_S]
+    if stopped and len(stopped) < len(hosts):  # otherwise the user suspended the job
+        names = " and ".join(hosts[index].name for index in stopped)
+        return stopped, f"a rank on {names} was stopped (SIGSTOP) for {STOPPED_S:g} s while others run"
+    limit_s = max((hosts[index].limit_s for index in known), default=0.0)
+    if not limit_s or len(known) < len(hosts):
+        return [], ""
+    found = stalls.judge([*known.values()], limit_s)
+    if found is None or not found.reason:
+        return [], ""
+    return [index for index, stall in known.items() if stall["absent"]], found.reason
 
 
 def slowness(host: Host, others: Sequence[Host]) -> float:

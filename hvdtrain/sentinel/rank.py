@@ -33,7 +33,7 @@ class Sentinel:
 
     def __init__(self, rank: int, *, first: bool, job_key: bytes, stall_limit_s: float, elastic: bool = False) -> None:
         """`first`: whether this rank starts the sentinel process of its host. `stall_limit_s`: see `stalls`; 0 for no
-        limit. `elastic`: the launcher notices lost hosts, and the job continues without them."""
+        limit. `elastic`: the launcher finds faults, and the sentinel only measures links."""
         self._rank, self._job_key, self._stall_limit_s = rank, job_key, stall_limit_s
         self._elastic = elastic
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -85,7 +85,8 @@ class Sentinel:
             # The C signal handler sends each signal to the sentinel as one byte, even if Python cannot run.
             with contextlib.suppress(ValueError):  # not the main thread
                 signal.set_wakeup_fd(self._socket.fileno(), warn_on_full_buffer=False)
-            waiting.start(self._send_report, self._stall_limit_s)
+            if not self._elastic:
+                waiting.start(self._send_report, self._stall_limit_s)
         if leader == self._rank:
             self._order(self._job_table(offers, ports))
 
@@ -139,7 +140,7 @@ class Sentinel:
             "host": leaders.index(self._rank),
             "hosts": hosts,
             "ranks": [{"rank": rank, "pid": offer["pid"], "port": offer["port"]} for rank, offer in local],
-            "stall_limit_s": self._stall_limit_s,
+            "stall_limit_s": 0.0 if self._elastic else self._stall_limit_s,
             "elastic": self._elastic,
         }
 

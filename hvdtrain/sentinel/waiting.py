@@ -10,7 +10,7 @@ import faulthandler
 import time
 from collections.abc import Callable
 
-from hvdtrain.sentinel.stalls import PROGRESS, STACK, WAIT
+from hvdtrain.launch.stalls import PROGRESS, STACK, WAIT
 
 REPORTS_PER_LIMIT = 6
 LIMIT_S = 60.0

@@ -29,10 +29,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.sentinel import auth, ending, goodput, stalls
+from hvdtrain.launch import stalls
+from hvdtrain.launch.stalls import numbers
+from hvdtrain.sentinel import auth, ending, goodput
 from hvdtrain.sentinel.orders import Orders, write
 from hvdtrain.sentinel.processes import HARMLESS, Process, launchers
-from hvdtrain.sentinel.stalls import numbers
 from hvdtrain.system import socket_filter
 
 BEAT_S = 1.0
@@ -167,8 +168,7 @@ class Watch:
 
     def _find_fault(self, now: float) -> dict[str, Any] | None:
         """The first fault: its kind (see `ending`) and the text to print, empty if a rank has printed the error."""
-        if self._elastic:
-            self._put_out(now)
+        if self._elastic:  # the launcher finds faults, because it knows the members
             return None
         for rank in self._ranks.values():
             if rank.process.gone():
@@ -184,16 +184,6 @@ class Watch:
                 text = f"{lost.name} (process {lost.pid}) on {self._host}, which started rank {rank.number}, is gone"
                 return {"kind": "launcher", "text": text}
         return self._find_stopped(now) or self._find_silent(now) or self._find_stalled()
-
-    def _put_out(self, now: float) -> None:
-        """In an elastic job the launcher finds lost hosts. Only ranks here that others wait for are killed."""
-        heard = [peer.stall for peer in self._peers if peer.heard_at and now - peer.heard_at < SILENCE_S]
-        stalled = self._stalls.judge(heard) if self._stalls.at_fault(heard) else ""
-        if fault := self._find_stopped(now) or (stalled and {"text": stalled}):
-            write(f"hvdtrain: {fault['text']}; ending its host's ranks")
-            for rank in self._ranks.values():
-                if stalled or rank.stopped_since is not None:
-                    rank.process.kill()
 
     def _find_stopped(self, now: float) -> dict[str, Any] | None:
         ranks = [rank for rank in self._ranks.values() if not rank.process.gone()]

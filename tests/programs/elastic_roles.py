@@ -6,11 +6,12 @@ The flags are those of hvdtrain.resnet. ROLES is a JSON object with these keys, 
 
     slow      [rank, step]: from this step on, its backward passes take SAMPLE_S longer for each sample
     dies      [rank, step]: it dies before this step
+    hangs     [rank, number]: once it has come back, it hangs in this backward pass of its own
     chooses   [rank, number]: it dies at the end of this choice of its own, from 1, before all ranks know it
     stops     [rank, number]: it asks for a stop STOP_STEPS steps after this choice
     choices   strategies that --strategy auto chooses by turns, only after a change of members
 
-A rank dies once: it leaves a file in FOLDER. Used by test_elastic.py.
+A rank dies or hangs once: it leaves a file in FOLDER. Used by test_elastic.py.
 """
 
 from __future__ import annotations
@@ -43,12 +44,18 @@ def own(role: str) -> float:
     return float(number) if rank == launch_env().rank else float("inf")
 
 
-def die(role: str) -> None:
+def is_first(event: str) -> bool:
+    """Whether this has not happened yet in this run."""
     try:
-        (FOLDER / f"died-{role}").touch(exist_ok=False)
+        (FOLDER / event).touch(exist_ok=False)
     except FileExistsError:
-        return
-    os.kill(os.getpid(), signal.SIGKILL)
+        return False
+    return True
+
+
+def die(role: str) -> None:
+    if is_first(f"died-{role}"):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def take_roles() -> None:
@@ -60,6 +67,8 @@ def take_roles() -> None:
         step = next(steps) if lr else -1  # a pass that only measures has a learning rate of 0
         if step >= own("dies"):
             die("dies")
+        if step >= own("hangs") and (FOLDER / "died-dies").exists() and is_first("hung"):
+            time.sleep(3600)
         if step >= own("slow"):
             time.sleep(SAMPLE_S * batch.weight)
         if stopping and next(more) == STOP_STEPS:

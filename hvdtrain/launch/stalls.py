@@ -1,4 +1,6 @@
-"""Finds the ranks that keep the others waiting: the sentinel of their host names them, and later ends the job.
+"""Finds the ranks that keep the others waiting. The sentinel of their host names them, and later ends the job.
+
+In an elastic job the agent of the host names them, and the launcher, which knows the members, later puts the host out.
 
 A rank makes progress while bytes of an exchange move, while it computes (2 % of a processor, including its child
 processes), or while it reads and writes files. If ranks wait for the stall limit and no bytes move anywhere, the
@@ -12,7 +14,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdtrain.system import proc
 
@@ -26,6 +28,30 @@ STACK = signal.SIGRTMAX - 3
 """The signal that makes a rank write its stacks to stderr; other programs are unlikely to use it"""
 WAIT, PROGRESS = b"W", b"B"
 """First byte of a rank's report. The seconds waited follow WAIT"""
+
+
+class Stall(NamedTuple):
+    """Ranks have waited for the stall limit, and no bytes move."""
+
+    absent: dict[str, list[int]]
+    """By host, the ranks that the others wait for; empty if all ranks wait"""
+    reason: str
+    """Why to end what they block; empty before ENDS_AFTER stall limits without progress"""
+
+
+def judge(hosts: Sequence[dict[str, Any]], limit_s: float) -> Stall | None:
+    """Judge the summaries of all hosts (`Stalls.summary`). None without a stall, and if nothing is known of a host."""
+    if not all(hosts):
+        return None
+    wait_s = max(host["wait_s"] for host in hosts)
+    if min(wait_s, *(host["moved_s"] for host in hosts)) < limit_s:
+        return None
+    absent = {host["name"]: host["absent"] for host in hosts if host["absent"]}
+    if min(wait_s, *(host["progress_s"] for host in hosts)) < ENDS_AFTER * limit_s:
+        return Stall(absent, "")
+    who = " and ".join(f"{numbers(ranks)} on {host}" for host, ranks in absent.items()) or "all ranks"
+    what = "other ranks have waited for it" if absent else "the ranks call different collectives and have waited"
+    return Stall(absent, f"{who}: {what} for {wait_s:.0f} s, and no rank has made progress")
 
 
 class Rank:
@@ -102,31 +128,16 @@ class Stalls:
 
     def judge(self, others: Sequence[dict[str, Any]]) -> str:
         """The reason to end the job; empty if it may continue. `others`: the summaries of the other hosts."""
-        hosts = [self._summary, *others]
-        if not all(hosts):  # nothing is known of some host
-            return ""
-        wait_s, moved_s, progress_s = (
-            pick(host[what] for host in hosts)
-            for what, pick in (("wait_s", max), ("moved_s", min), ("progress_s", min))
-        )
-        if min(wait_s, moved_s) < self._limit_s:
+        found = judge([self._summary, *others], self._limit_s) if self._limit_s else None
+        if found is None:
             self._reported = False
             return ""
-        absent = {host["name"]: host["absent"] for host in hosts if host["absent"]}
         if not self._reported:
             self._reported = True
-            self._to_name = absent.get(self._host, []) if absent else list(self._ranks)
+            self._to_name = found.absent.get(self._host, []) if found.absent else list(self._ranks)
             waited = f"waited {self._limit_s:g} s for"
-            self._reason = f"other ranks have {waited} it" if absent else f"all ranks have {waited} each other"
-        if min(wait_s, progress_s) < ENDS_AFTER * self._limit_s:
-            return ""
-        names = [f"{numbers(ranks)} on {host}" for host, ranks in absent.items()]
-        reason = "other ranks have waited for it" if absent else "the ranks call different collectives and have waited"
-        return f"{' and '.join(names) or 'all ranks'}: {reason} for {wait_s:.0f} s, and no rank has made progress"
-
-    def at_fault(self, others: Sequence[dict[str, Any]]) -> bool:
-        """Whether a rank of this host keeps others waiting, or all ranks of all hosts wait. `others`: see `judge`."""
-        return bool(self._summary.get("absent")) or not any(host.get("absent") for host in others)
+            self._reason = f"other ranks have {waited} it" if found.absent else f"all ranks have {waited} each other"
+        return found.reason
 
     def report(self, write: Callable[[str], None]) -> None:
         """Name the next rank to be reported, or make the rank just named write its stacks. Called once per second.

@@ -240,7 +240,7 @@ which may serve a CUDA build"
     [[ -d .venv ]] || say "this downloads up to ${size[0]} MB and needs up to ${size[1]} MB of disk"
     install "$python" "$frameworks" "$mpi" "$extent" "$now unfinished" "$build"
     printf '%s\n' "$now ${digest%% *}" >"$state"
-    [[ $extent == all ]] || say "this is what the demo needs; make setup (and make test) adds the rest"
+    [[ $extent == all ]] || say "every command works with PyTorch now; make setup (and make test) adds TensorFlow and the tools for tests"
     say "done in $SECONDS s; to use it: . .venv/bin/activate"
 }
 

@@ -346,7 +346,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_plan_profiles_once_and_says_what_limits(
-    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["resnet", "--width", "0.125", "--hosts", "1..3", "--rates", "1mbit,10gbit", "--strategy", "hierarchical"]
     words += ["--global-batch-size", "24"]
@@ -357,6 +357,10 @@ def test_a_plan_profiles_once_and_says_what_limits(
     assert slow["hosts"] == 3 and slow["bottleneck"] == "the link of all hosts"
     assert slow["step_s"] > first["one_host"]["step_s"] > 0
     assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
+    for width in (80, 200):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert cli.command(["plan", *words]) == 0
+        assert max(map(len, capsys.readouterr().out.splitlines())) <= width
     (path,) = cache.glob("*.json")
     before = path.stat().st_mtime_ns
     assert plan(capsys, *words)["networks"] == first["networks"]

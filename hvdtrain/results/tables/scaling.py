@@ -263,10 +263,9 @@ def _times(row: Row, base: Row, count: Count) -> str:
         return f"{many(row.count, count)}: not measured"
     per_added = f"{(here.mean - there.mean) / (row.count - base.count):+.3g} s per added {count[:-1]}"
     factor = row.speedup.mean
-    if min(here.n, there.n) < 2:
-        return f"{many(row.count, count)} took {number(1 / factor)} x as long in single runs ({per_added})"
     if _change(base, row) == "unclear":
-        return f"{many(row.count, count)} take about as long ({per_added}, within the spread)"
+        why = "in single runs" if min(here.n, there.n) < 2 else "which is within the spread of the runs"
+        return f"{many(row.count, count)} took {number(1 / factor)} x as long, {why} ({per_added})"
     if factor >= 1:
         return f"{many(row.count, count)} are {number(factor)} x as fast ({per_added})"
     return f"{many(row.count, count)} take {number(1 / factor)} x as long ({per_added})"

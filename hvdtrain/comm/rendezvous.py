@@ -205,7 +205,7 @@ class DistributedRendezvous(TorchRendezvous):
         from torch.distributed import distributed_c10d
 
         super().__init__(environment, "torch.distributed's store")
-        self._store = distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+        self._store = distributed_c10d._get_default_store()
         self.local_rank, self.local_size = _place(self)
 
 

@@ -260,6 +260,22 @@ def test_a_closed_stream_is_a_lost_peer(size: int) -> None:
     assert isinstance(error, PeerLost) and str(error).startswith("rank 1") and lost_peer(error)
 
 
+@pytest.mark.parametrize("size", [4, 4_000_000], ids=["small", "large"])
+def test_a_rank_whose_script_has_ended_is_named(size: int) -> None:
+    """Also to ranks that have sent it more than fits into the buffers."""
+
+    def program(meeting: ThreadRendezvous) -> None:
+        world = TcpCommunicator(meeting, reach(meeting.rank))
+        world.sum(np.ones(4, np.float32), "first")
+        if meeting.rank == 1:
+            world.leave()
+        with pytest.raises(PeerLost, match="the script of rank 1 has ended" if meeting.rank == 0 else "rank 0"):
+            world.gather_bytes(bytes(size))
+        world.shutdown()
+
+    at_once([functools.partial(program, meeting) for meeting in meetings(2)])
+
+
 @pytest.mark.parametrize(
     ("error", "lost"),
     [

@@ -18,6 +18,7 @@ PEER_ERRORS = (
     ("UnknownError", "HorovodInternalError: "),
     ("FailedPreconditionError", "no more calls are possible"),
     ("RuntimeError", "Horovod has been shut down"),
+    ("UnknownError", "Horovod has been shut down"),
     *(("UnknownError", f"Horovod{kind}") for kind in ("Allreduce", "Allgather", "Broadcast")),  # names of operations
     ("DistBackendError", ""),
     ("DistNetworkError", ""),
@@ -44,6 +45,13 @@ def lost_peer(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def reason(error: BaseException) -> str:
+    """The line of the message that says why the peer was lost. TensorFlow's messages have many."""
+    lines = str(error).splitlines() or [""]
+    known = (line for line in lines if "PeerLost: " in line or "Horovod has been shut down" in line)
+    return next(known, lines[0]).rpartition("PeerLost: ")[2]
 
 
 def _origin(error: BaseException) -> str:

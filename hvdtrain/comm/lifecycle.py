@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from hvdtrain.comm.errors import lost_peer
+from hvdtrain.comm.errors import lost_peer, reason
 from hvdtrain.comm.launch_env import LaunchEnv, launch_env, separate_programs
 from hvdtrain.sentinel.rank import Sentinel
 from hvdtrain.system import exits
@@ -135,7 +135,11 @@ def _report(error: Exception, debug: bool, script_line: str = "") -> int:
         sys.stdout = None
     elif lost_peer(error):
         time.sleep(PEER_PATIENCE_S)
-        print(f"hvdtrain: {_prefix(environment)}lost contact with another rank: {error}", file=sys.stderr, flush=True)
+        print(
+            f"hvdtrain: {_prefix(environment)}lost contact with another rank: {reason(error)}",
+            file=sys.stderr,
+            flush=True,
+        )
     else:
         trace = "".join(traceback.format_exception(error))
         first_line = exits.printable(str(error).partition("\n")[0])

@@ -194,13 +194,6 @@ class Calls:
         """Starts a call and finishes it."""
         return self.finish(self.start(kind, arrays, **settings))
 
-    def gather_bytes(self, own: bytes) -> list[bytes]:
-        """The bytes of every rank, in rank order, on all ranks."""
-        lengths = self.call("allgather", np.array([len(own)]))
-        joined = self.call("allgather", np.frombuffer(own, np.uint8)).tobytes()
-        ends = list(itertools.accumulate(int(length) for length in lengths))
-        return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
-
     def interrupt(self) -> None:
         """Ends all calls with an error whose cause is PeerLost, now and from now on. Called from any thread."""
         for connection in self._all_connections():

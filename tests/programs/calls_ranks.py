@@ -309,7 +309,7 @@ def main() -> None:
     messages = check_disagreements(calls) if calls.size > 1 else []
     check_sets(calls)
     check_idle(calls)
-    reports = [json.loads(each) for each in calls.gather_bytes(json.dumps(messages).encode())]
+    reports = [json.loads(each) for each in rendezvous.gather_bytes(json.dumps(messages).encode())]
     if calls.rank == 0:
         print(json.dumps({"ranks": reports}))
     calls.call("barrier")

@@ -212,11 +212,6 @@ def test_wrong_usage_is_an_error(flags: list[str]) -> None:
         captions.main(flags)
 
 
-def test_a_removed_flag_names_its_replacement() -> None:
-    with failing(USAGE, "hint: use --json"):
-        captions.main(["photo.jpg", "--run", "RUN", "--html"])
-
-
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "does not exist": shutil.rmtree,
     "is not the manifest of a run of hvdtrain.captioning": lambda run: (run / "manifest.json").write_text(

@@ -8,6 +8,8 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PROGRAMS, failing, finished, here
+from conftest import LIMIT_S, PROGRAMS, failing, finished, here
 from PIL import Image
 from safetensors import safe_open
 from test_caption import make_run, shapes
@@ -48,6 +50,19 @@ FORMATS = {
     "map": ("onnx", "keras"),
 }
 """Of the runs that are not exported in every format"""
+PAUSED = """
+import signal
+from hvdtrain import cli
+from hvdtrain.export import arrays
+
+def paused(source, path):
+    path.write_text("half")
+    print("writing", flush=True)
+    signal.pause()
+
+arrays.save_arrays = paused
+cli.main()
+"""
 LIMITS = {"torch": 1e-6, "onnx": 1e-4, "keras": 1e-5, "savedmodel": 1e-5}
 FLAGS = ["--width", "0.0625", "--batch-size", "8", "--epochs", "1", "--warmup-epochs", "0", "--lr", "0.01"]
 
@@ -297,6 +312,12 @@ def test_a_failed_export_changes_nothing(runs: Path, tmp_path: Path, monkeypatch
         export("pyramid", "savedmodel", tmp_path / "x")()
     assert {path.name for path in tmp_path.iterdir()} == {"kept", "link", "pipe"}
     assert (tmp_path / "kept").read_text() == "mine"
+    words = [sys.executable, "-c", PAUSED, "export", str(runs / "wine"), "--to", "safetensors", "-o", tmp_path / "x"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"writing\n"
+        process.terminate()
+        assert process.wait(LIMIT_S) == 128 + signal.SIGTERM
+    assert {path.name for path in tmp_path.iterdir()} == {"kept", "link", "pipe"}
 
 
 def test_models_that_cannot_be_exported_are_one_line(runs: Path, tmp_path: Path) -> None:
@@ -304,15 +325,37 @@ def test_models_that_cannot_be_exported_are_one_line(runs: Path, tmp_path: Path)
     make_run(tmp_path / "words", spec)
     with failing(exits.BAD_CONFIG, "its model uses no images"):
         source.open_run(tmp_path / "words")
-    changes = {"own": ('"workload": "resnet"', '"workload": "mine"'), "old": ('"class_names"', '"names"')}
-    for name, (before, after) in changes.items():
-        shutil.copytree(runs / "half", tmp_path / name)
-        manifest = tmp_path / name / "manifest.json"
-        manifest.write_text(manifest.read_text().replace(before, after))
+    for name in ("half", "map"):
+        shutil.copytree(runs / name, tmp_path / name)
+
+    def forged(name: str, part: str | None, values: Any) -> None:
+        document = json.loads((runs / name / "manifest.json").read_text())
+        (document if part is None else document[part]).update(values)
+        (tmp_path / name / "manifest.json").write_text(json.dumps(document))
+        source.open_run(tmp_path / name)
+
     with failing(exits.BAD_CONFIG, "is a run of 'mine', whose model hvdtrain does not know"):
-        source.open_run(tmp_path / "own")
-    with failing(exits.BAD_DATA, "no class_names in its data, because an earlier version made the run"):
-        source.open_run(tmp_path / "old")
+        forged("half", None, {"workload": "mine"})
+    for name, part, values in [
+        ("half", "data", {"image_shape": [40000, 40000, 3]}),
+        ("half", "data", {"image_shape": [-1, 64, 3]}),
+        ("half", "data", {"image_shape": "abc"}),
+        ("half", "data", {"pixel_dtype": "__class__"}),
+        ("half", "data", {"class_names": [0, 1, 2]}),
+        ("half", "data", {"class_names": "abc"}),
+        ("half", "data", {"class_names": None}),
+        ("half", "model", {"spec": {"width": "x"}}),
+        ("half", "model", {"spec": {"width": 1e9}}),
+        ("half", "model", {"spec": None}),
+        ("map", "data", {"look": "__class__"}),
+        ("map", "data", {"places": []}),
+        ("map", "data", {"places": [["x", 0]]}),
+        ("map", "data", {"deviation_w_m2": 0}),
+        ("map", "data", {"step_s": "1"}),
+        ("map", "config", {"ahead": [10]}),
+    ]:
+        with failing(exits.BAD_DATA, f"{name}/manifest.json: "):
+            forged(name, part, values)
 
 
 # --- predict ----------------------------------------------------------------------------------------------------------
@@ -333,7 +376,8 @@ def test_predict_equals_evaluation_in_both_frameworks(
         assert one["probability"] == pytest.approx(other["probability"], abs=1e-5)
     opened = classify.open_run(runs / name)
     dataset = data.load(opened.manifest.config["data"])
-    by_pixels = {pixels(each["image"], opened.shape).tobytes(): each for each in documents[0]["predictions"]}
+    shape = opened.facts.image_shape
+    by_pixels = {pixels(each["image"], shape).tobytes(): each for each in documents[0]["predictions"]}
     shares = torch.from_numpy(logits_of_images(runs / name, "torch")[0]).double().softmax(1).numpy()
     for image, row in zip(raw_images(runs / name), shares, strict=True):
         found = by_pixels[image.tobytes()]

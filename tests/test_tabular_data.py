@@ -188,8 +188,9 @@ def test_a_constant_column_stays_finite(tmp_path: Path) -> None:
     columns = tabular.load(str(path)).columns
     assert columns.scale[0] == 1
     assert tabular.Columns.from_json(columns.as_json()).as_json() == columns.as_json()
-    for wrong in ({}, [], columns.as_json() | {"scale": [0, 1]}, columns.as_json() | {"names": ["x"]}):
-        with pytest.raises(ValueError, match=r"no|schema|columns"):
+    good = columns.as_json()
+    for wrong in ({}, [], *(good | each for each in ({"scale": [0, 1]}, {"names": ["x"]}, {"classes": [0, 1]}))):
+        with pytest.raises(ValueError):
             tabular.Columns.from_json(wrong)
 
 

@@ -31,7 +31,7 @@ from hvdtrain.data import image_files
 from hvdtrain.observe.progress import Progress
 from hvdtrain.system import exits
 from hvdtrain.system.arguments import Parser
-from hvdtrain.system.exits import Failure, printable
+from hvdtrain.system.exits import printable
 
 SCHEMA = "hvdtrain/captions/1"
 
@@ -48,8 +48,6 @@ class Captioned:
 
 def main(arguments: list[str]) -> int:
     """Runs the command and returns its exit code. Raises Failure if the run, its weights or its data are unusable."""
-    if "--html" in arguments:
-        raise Failure("--html has been removed; hint: use --json and build a page from it", exits.USAGE)
     options = parser().parse_args(arguments)
     if bool(options.images) == bool(options.split):
         parser().error("give either images and folders, or --split train, validation or test")

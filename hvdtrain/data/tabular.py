@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -43,6 +44,17 @@ PARSER = 2
 """Version of the rules of `csv_rows`; tables that were cached by other rules are parsed again"""
 INDEX_BYTES = 16 * files.MIB
 BLOCK_BYTES = 1 << 20
+
+
+class ColumnsDocument(msgspec.Struct):
+    """Contents of COLUMNS_FILE."""
+
+    schema: Literal["hvdtrain.table/1"]
+    names: tuple[str, ...] | None
+    classes: tuple[str, ...]
+    missing: Missing
+    mean: list[Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]]
+    scale: list[Annotated[float, msgspec.Meta(gt=0, le=1e300)]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,19 +83,11 @@ class Columns:
     @classmethod
     def from_json(cls, value: Any) -> Columns:
         """The inverse of `as_json`. Raises ValueError for any other value."""
-        try:
-            mean, scale = (np.array(value[name], np.float64) for name in ("mean", "scale"))
-            names, classes = value["names"], tuple(map(str, value["classes"]))
-            if value["schema"] != SCHEMA or value["missing"] not in ("refuse", "mean", "drop"):
-                raise ValueError(f"schema {value['schema']!r:.80}, missing {value['missing']!r:.80}")
-            if mean.ndim != 1 or mean.shape != scale.shape or not (np.isfinite(mean) & (scale > 0)).all():
-                raise ValueError("mean and scale do not fit any columns")
-            names = None if names is None else tuple(map(str, names))
-            if names is not None and len(names) != len(mean):
-                raise ValueError(f"{len(names)} names for {len(mean)} columns")
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"no {error}") from None
-        return cls(names=names, classes=classes, mean=mean, scale=scale, missing=value["missing"])
+        it = msgspec.convert(value, ColumnsDocument)
+        if len({len(it.mean), len(it.scale), len(it.mean if it.names is None else it.names)}) > 1:
+            raise ValueError("names, mean and scale are not of the same columns")
+        mean, scale = np.array(it.mean), np.array(it.scale)
+        return cls(names=it.names, classes=it.classes, mean=mean, scale=scale, missing=it.missing)
 
 
 @dataclass(frozen=True, kw_only=True)

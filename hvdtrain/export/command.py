@@ -12,13 +12,10 @@ The output must not exist yet, and a failed export leaves nothing behind.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import json
 import os
-import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +62,7 @@ def main(arguments: list[str]) -> int:
     chosen, out = FORMATS[options.to], options.out
     check(options.to, out)
     source = open_run(options.run, options.weights)
-    with unfinished(out, is_folder=chosen.is_folder) as part:
+    with files.writing(out, "give a new file in a folder that is writable", folder=chosen.is_folder) as part:
         if chosen.framework:
             trained.begin(chosen.framework)
         module, function = chosen.writer.split(".")
@@ -100,23 +97,6 @@ def check(name: str, out: Path) -> None:
         if importlib.util.find_spec(package) is None:
             message = f"--to {name} needs the package {package}"
             raise Failure(f"{message}; hint: pip install 'hvdtrain[export]'", exits.UNREACHABLE)
-
-
-@contextlib.contextmanager
-def unfinished(out: Path, *, is_folder: bool) -> Iterator[Path]:
-    """A path next to `out`, which gets its name at the end of the block. Raises Failure (73, 74)."""
-    part = out.with_name(f".unfinished-{os.getpid()}-{out.name}")
-    try:
-        part.mkdir() if is_folder else part.touch(exist_ok=False)
-        yield part
-        if not is_folder:
-            files.sync(part)
-        part.rename(out)
-    except OSError as error:
-        raise files.unwritable(out, error, "give a new file in a folder that is writable") from None
-    finally:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(part) if is_folder else part.unlink()
 
 
 def show(source: Source, options: Any) -> None:

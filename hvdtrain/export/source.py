@@ -10,8 +10,9 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,6 +31,8 @@ from hvdtrain.training import classify, predict, trained
 
 SCHEMA = "hvdtrain/model/1"
 BRIGHTEST_W_M2 = 1000.0
+Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
+Degrees = Annotated[float, msgspec.Meta(ge=-360, le=360)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,23 @@ class Tensor:
 
     def as_json(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "shape": ["batch", *self.shape]}
+
+
+class ReadingFacts(msgspec.Struct, frozen=True):
+    """What a manifest says about the readings of its run."""
+
+    look: Literal["window", "stack", "map"]
+    ahead: Count
+    step_s: Count
+    station: str
+    mean_w_m2: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
+    deviation_w_m2: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+    stations: tuple[str, ...] = ()
+    places: Annotated[tuple[tuple[Degrees, Degrees], ...], msgspec.Meta(max_length=1000)] = ()
+
+    def __post_init__(self) -> None:
+        if self.look == "map" and not 0 < len(self.places) == len(self.stations):
+            raise ValueError(f"{len(self.stations)} stations at {len(self.places)} places")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,22 +131,23 @@ def _logits(count: int, meaning: str) -> tuple[Tensor, ...]:
 
 def _resnet(folder: Path, manifest: Manifest, weights: str | None) -> Source:
     run = classify.open_run(folder)
-    height, width, channels = run.shape
+    shape, dtype, classes = run.facts.image_shape, run.facts.pixel_dtype, run.facts.class_names
+    height, width, channels = shape
     colours = "gray" if channels == 1 else "RGB" if channels == 3 else f"{channels} channels"
-    rounding = {} if run.pixel_dtype == "uint8" else {"rounded_to": run.pixel_dtype}
+    rounding = {} if dtype == "uint8" else {"rounded_to": dtype}
     return Source(
         workload="resnet",
         spec=run.spec,
         arrays=run.arrays,
         input=Tensor(
             name="images",
-            shape=run.shape,
+            shape=shape,
             dtype="uint8",
             meaning=f"{colours} pixels from 0 to 255, resized to {width}x{height} with Pillow's bilinear filter",
         ),
-        outputs=_logits(len(run.classes), "logits of the classes; softmax makes probabilities of them"),
+        outputs=_logits(len(classes), "logits of the classes; softmax makes probabilities of them"),
         preprocessing={"operation": "pixels / 255", "scale": 1 / 255, **rounding},
-        labels={"classes": run.classes},
+        labels={"classes": classes},
         made=_made(manifest),
     )
 
@@ -158,19 +179,16 @@ def _tabular(folder: Path, manifest: Manifest, weights: str | None) -> Source:
 
 def _solar(folder: Path, manifest: Manifest, weights: str | None) -> Source:
     _, arrays = trained.opened(folder, "solar")
-    facts = {name: trained.data_fact(folder, manifest, name) for name in ("look", "mean_w_m2", "deviation_w_m2")}
-    step_s, station = (trained.data_fact(folder, manifest, name) for name in ("step_s", "station"))
-    look, ahead = facts["look"], int(manifest.config["ahead"])
+    facts = trained.facts(folder, manifest.data | {"ahead": manifest.config.get("ahead")}, ReadingFacts)
+    look, places = facts.look, facts.places if facts.look == "map" else ()
     kind: Any = mlp if look == "window" else solar
     spec = trained.spec(folder, manifest, mlp.MLPSpec if look == "window" else solar.CNNSpec)
-    trained.check_shapes(folder, arrays, kind.parameters(spec))
-    stations: dict[str, Any] = {}
+    trained.check_shapes(folder, arrays, kind.parameters(spec), look == "window" or spec.side == SIDE)
     if look == "map":
-        stations = {name: trained.data_fact(folder, manifest, name) for name in ("stations", "places")}
         meaning = "one reading of each station at the same moment, in the order of `stations`"
     else:
-        meaning = f"consecutive readings of station {station}, {step_s} s apart, the oldest first"
-    count = {"window": getattr(spec, "inputs", 0), "stack": 2 * SIDE - 1, "map": len(stations.get("places", ()))}[look]
+        meaning = f"consecutive readings of station {facts.station}, {facts.step_s} s apart, the oldest first"
+    count = {"window": getattr(spec, "inputs", 0), "stack": 2 * SIDE - 1, "map": len(places)}[look]
     return Source(
         workload="solar",
         spec=spec,
@@ -181,17 +199,17 @@ def _solar(folder: Path, manifest: Manifest, weights: str | None) -> Source:
                 name="forecast",
                 shape=(1,),
                 dtype="float32",
-                meaning=f"W/m2 at station {station}, {ahead * step_s} s after the last reading",
+                meaning=f"W/m2 at station {facts.station}, {facts.ahead * facts.step_s} s after the last reading",
             ),
         ),
         preprocessing={
             "operation": "(readings - mean) / deviation; forecast = output * deviation + mean",
-            "mean": facts["mean_w_m2"],
-            "deviation": facts["deviation_w_m2"],
+            "mean": facts.mean_w_m2,
+            "deviation": facts.deviation_w_m2,
             "look": look,
-            **({"places": stations["places"]} if stations else {}),
+            **({"places": places} if places else {}),
         },
-        labels={"stations": stations.get("stations", [station])},
+        labels={"stations": facts.stations if places else [facts.station]},
         made=_made(manifest),
     )
 

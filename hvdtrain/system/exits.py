@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import signal
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hvdtrain.system import install
 
@@ -19,7 +20,6 @@ IO_ERROR = 74
 RESUMABLE = 75
 NO_PERMISSION = 77
 BAD_CONFIG = 78
-SIGINT = 130
 
 
 class Failure(Exception):
@@ -61,7 +61,12 @@ def replace_unknown_characters() -> None:
 
 
 def end(main: Callable[[list[str]], int], arguments: list[str], name: str = "hvdtrain") -> NoReturn:
-    """Run a command and exit with its code. A Failure is printed on stderr as one line that starts with `name`."""
+    """Run a command and exit with its code. A Failure is printed on stderr as one line that starts with `name`.
+
+    SIGTERM raises KeyboardInterrupt like SIGINT, so that the command removes its unfinished files.
+    """
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _interrupt)
     replace_unknown_characters()
     try:
         code = main(arguments)
@@ -84,6 +89,10 @@ def end(main: Callable[[list[str]], int], arguments: list[str], name: str = "hvd
             raise
         print(f"{name}: {known}", file=sys.stderr)
         code = known.code
-    except KeyboardInterrupt:
-        code = SIGINT
+    except KeyboardInterrupt as interrupt:
+        code = 128 + next(iter(interrupt.args), signal.SIGINT)
     raise SystemExit(code)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt(number)

@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import stat
 import tomllib
 from collections.abc import Iterator
@@ -112,19 +113,37 @@ def shipped(name: str | Path, folder: Path) -> Path:
 
 def put(path: Path, content: bytes, hint: str) -> None:
     """Write a file atomically and durably. Raises Failure as documented at `unwritable`."""
-    part = path.parent / f".{path.name}.{os.getpid()}"
+    with writing(path, hint) as part:
+        part.write_bytes(content)
+
+
+@contextlib.contextmanager
+def writing(path: Path, hint: str, *, folder: bool = False) -> Iterator[Path]:
+    """A new file, or folder, that gets the name `path` at the end of the block, or vanishes if the block fails.
+
+    Its hidden name ends like `path`. Raises Failure as documented at `unwritable`.
+    """
+    part = path.parent / f".{os.getpid()}-{path.name}"
     try:
         if path.exists():
             _plain(path, path.stat())  # a rename would replace a device with a file
-        part.unlink(missing_ok=True)  # left by a killed process with this id, or planted as a link
-        with part.open("xb") as file:
-            file.write(content)
+        _remove(part)  # left by a killed process with this id, or planted as a link
+        part.mkdir() if folder else part.touch(exist_ok=False)
+        yield part
         sync(part)
         part.replace(path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
         raise unwritable(path, error, hint) from error
+    finally:
+        with contextlib.suppress(OSError):
+            _remove(part)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def replace_text(path: Path, text: str) -> None:

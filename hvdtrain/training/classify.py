@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain import frameworks, models, records
-from hvdtrain.data import image_files
+from hvdtrain.data import MAX_PIXELS, image_files
 from hvdtrain.data.pixels import scaled
 from hvdtrain.models import resnet
 from hvdtrain.records.arrays_file import Arrays
@@ -34,6 +36,25 @@ from hvdtrain.training import summary, trained
 SCHEMA = "hvdtrain/predictions/1"
 TRAINED_BY = "resnet"
 BATCH_SIZE = 64
+BATCH_PIXELS = 1 << 24
+"""Largest batch of images of more than 512x512 pixels"""
+
+
+Side = Annotated[int, msgspec.Meta(ge=1, le=MAX_PIXELS)]
+
+
+class ImageFacts(msgspec.Struct, frozen=True):
+    """What a manifest says about the images of its run."""
+
+    class_names: tuple[str, ...]
+    image_shape: tuple[Side, Side, Side]
+    """(height, width, channels)"""
+    pixel_dtype: Literal["uint8", "float16", "float32"]
+    """Type in which the data set stored pixels: see `pixels.scaled`"""
+
+    def __post_init__(self) -> None:
+        if math.prod(self.image_shape[:2]) > MAX_PIXELS:
+            raise ValueError(f"image_shape {self.image_shape} has more than {MAX_PIXELS:,} pixels")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +64,7 @@ class Classifier:
     manifest: records.Manifest
     spec: resnet.ResNetSpec
     arrays: Arrays
-    shape: tuple[int, int, int]
-    """(height, width, channels) of the images"""
-    classes: tuple[str, ...]
-    pixel_dtype: str
-    """Type in which the data set stored pixels: see `pixels.scaled`"""
+    facts: ImageFacts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +86,7 @@ def main(arguments: list[str]) -> int:
     framework = frameworks.resolve(options.framework)
     problems: image_files.Problems = []
     found = image_files.list_files(options.images, problems)
-    predictions = list(predict(run, framework, image_files.read_files(found, run.shape, problems)))
+    predictions = list(predict(run, framework, image_files.read_files(found, run.facts.image_shape, problems)))
     image_files.report(problems)
     if options.json:
         document = {"schema": SCHEMA, "run": str(options.run), "framework": framework}
@@ -95,33 +112,27 @@ def open_run(folder: Path) -> Classifier:
     """The trained model in a run folder. Raises Failure (65, 74, 77) for any other folder."""
     manifest, arrays = trained.opened(folder, TRAINED_BY, statistics=True)
     spec = trained.spec(folder, manifest, resnet.ResNetSpec)
-    classes = tuple(map(str, trained.data_fact(folder, manifest, "class_names")))
-    height, width, channels = map(int, trained.data_fact(folder, manifest, "image_shape"))
-    fits = (channels, len(classes)) == (spec.channels, spec.classes)
+    facts = trained.facts(folder, manifest.data, ImageFacts)
+    fits = (facts.image_shape[2], len(facts.class_names)) == (spec.channels, spec.classes)
     trained.check_shapes(folder, arrays, resnet.parameters(spec) | resnet.buffers(spec), fits)
-    return Classifier(
-        manifest=manifest,
-        spec=spec,
-        arrays=arrays,
-        shape=(height, width, channels),
-        classes=classes,
-        pixel_dtype=str(trained.data_fact(folder, manifest, "pixel_dtype")),
-    )
+    return Classifier(manifest=manifest, spec=spec, arrays=arrays, facts=facts)
 
 
 def predict(run: Classifier, framework: str, images: Iterator[tuple[NDArray[np.uint8], str]]) -> Iterator[Prediction]:
     """The most likely class of each image. Only one batch of images is in memory at a time."""
+    height, width, _ = run.facts.image_shape
+    count = max(1, min(BATCH_SIZE, BATCH_PIXELS // (height * width)))
     trained.begin(framework)
     model = models.network("resnet.ResNet", framework, run.spec)
     trained.fill(model, run.arrays, framework)
-    while batch := list(itertools.islice(images, BATCH_SIZE)):
-        inputs = scaled(np.stack([image for image, _ in batch]), run.pixel_dtype)
+    while batch := list(itertools.islice(images, count)):
+        inputs = scaled(np.stack([image for image, _ in batch]), run.facts.pixel_dtype)
         logits = model.outputs(inputs).astype(np.float64)
         shares = np.exp(logits - logits.max(axis=1, keepdims=True))
         probabilities = shares / shares.sum(axis=1, keepdims=True)
         for (_, path), row in zip(batch, probabilities, strict=True):
             best = int(row.argmax())
-            yield Prediction(image=path, class_name=run.classes[best], probability=float(row[best]))
+            yield Prediction(image=path, class_name=run.facts.class_names[best], probability=float(row[best]))
 
 
 def show(predictions: list[Prediction]) -> None:

@@ -12,9 +12,7 @@ its probability for each row; the class column may be missing or empty.
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import errno
 import json
 import os
 import sys
@@ -153,24 +151,15 @@ def test(options: Any, columns: Columns, predictions: Predictions) -> int:
 
 def predict(options: Any, columns: Columns, predictions: Predictions) -> int:
     """Writes the predictions as one complete file, or none. Raises Failure (73, 74)."""
-    out = Path(os.path.realpath(options.out))
-    part = out.parent / f".{out.name}.{os.getpid()}"
-    try:
-        if out.exists() and not out.is_file():  # renaming would replace a device by a file
-            raise OSError(errno.EINVAL, "not a plain file")
-        with part.open("x", newline="", encoding="utf-8") as file:
-            table = csv.writer(file, lineterminator="\n")
-            table.writerow(["line", "class", "probability"])
-            for block, log_probabilities in predictions:
-                best = log_probabilities.argmax(axis=1)
-                probabilities = np.exp(log_probabilities[np.arange(len(best)), best])
-                names = (columns.classes[number] for number in best.tolist())
-                table.writerows(zip(block.lines.tolist(), names, (f"{p:.6f}" for p in probabilities), strict=True))
-        part.replace(out)
-    except OSError as error:
-        message, hint = f"--out {options.out}", "give a file in a folder that is writable"
-        raise files.unwritable(message, error, hint) from None
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink()
+    with (
+        files.writing(Path(os.path.realpath(options.out)), "give a file in a folder that is writable") as part,
+        part.open("w", newline="", encoding="utf-8") as file,
+    ):
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(["line", "class", "probability"])
+        for block, log_probabilities in predictions:
+            best = log_probabilities.argmax(axis=1)
+            probabilities = np.exp(log_probabilities[np.arange(len(best)), best])
+            names = (columns.classes[number] for number in best.tolist())
+            table.writerows(zip(block.lines.tolist(), names, (f"{p:.6f}" for p in probabilities), strict=True))
     return exits.OK

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from hvdtrain import records
@@ -17,6 +19,8 @@ from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import checkpoint_files, threads
 from hvdtrain.training.framework import prepare
+
+T = TypeVar("T")
 
 
 def opened(folder: Path, workload: str, *, statistics: bool = False) -> tuple[records.Manifest, Arrays]:
@@ -38,12 +42,14 @@ def read_manifest(folder: Path) -> records.Manifest:
     return records.read_document(folder / "manifest.json", records.Manifest)
 
 
-def data_fact(folder: Path, manifest: records.Manifest, name: str) -> Any:
-    """A fact about the data that the run has recorded. Raises Failure (65) if an earlier version made the run."""
-    if name not in manifest.data:
-        message = f"{folder / 'manifest.json'}: no {name} in its data, because an earlier version made the run"
-        raise Failure(f"{message}; hint: train the model again", exits.BAD_DATA)
-    return manifest.data[name]
+def facts(folder: Path, values: Any, cls: type[T]) -> T:
+    """A part of the run's manifest, of type `cls`. Raises Failure (65) if a value is missing, of another type or out of
+    bounds: another version of hvdtrain may have made the run, and anybody may have made the folder."""
+    try:
+        return msgspec.convert(values, cls)
+    except (ValueError, Failure) as error:
+        problem, hint = str(error).partition("; hint:")[0], "copy the run folder again, or train the model again"
+        raise Failure(f"{folder / 'manifest.json'}: {problem}; hint: {hint}", exits.BAD_DATA) from None
 
 
 def best_arrays(folder: Path, *, statistics: bool) -> Arrays:
@@ -95,12 +101,13 @@ def _statistics(path: Path, manifest: dict[str, Any]) -> Arrays:
 
 
 def spec(folder: Path, manifest: records.Manifest, cls: type) -> Any:
-    """The model's sizes, as an instance of `cls`. Raises Failure (65) if another version of hvdtrain wrote them."""
-    try:
-        return cls(**manifest.model["spec"])
-    except (KeyError, TypeError) as error:
-        message = f"its model was saved by another version ({error})"
-        raise Failure(f"{folder / 'manifest.json'}: {message}", exits.BAD_DATA) from None
+    """The model's sizes, as an instance of `cls`. Raises Failure (65) like `facts`."""
+    sizes: Any = manifest.model.get("spec")
+    made: Any = facts(folder, sizes, cls)
+    if unknown := {*sizes} - {field.name for field in dataclasses.fields(cls)}:
+        message = f"its model was saved by another version (unknown field {min(unknown)})"
+        raise Failure(f"{folder / 'manifest.json'}: {message}", exits.BAD_DATA)
+    return made
 
 
 def check_shapes(folder: Path, arrays: Arrays, shapes: Mapping[str, tuple[int, ...]], fits: bool = True) -> None:

@@ -6,6 +6,7 @@ The real scripts run in copies of the checkout, with a broken PATH, package inde
 from __future__ import annotations
 
 import configparser
+import hashlib
 import importlib.util
 import json
 import os
@@ -223,14 +224,22 @@ def test_no_package_index_then_repair(checkout: Path) -> None:
         assert (checkout / ".venv/hvdtrain-setup").read_text() == f"{after} unfinished\n"
 
 
-def test_second_setup_does_nothing() -> None:
-    state = ROOT / ".venv/hvdtrain-setup"
-    if not state.is_file() or "unfinished" in state.read_text():
-        pytest.skip("this .venv was not made by `make setup`")
+def test_second_setup_does_nothing_until_its_files_change(checkout: Path) -> None:
+    """In a copy: in this checkout it would change the environment of the tests."""
+    parts = "tools/constraints.txt", *SETUP_FILES[-3:], "tools/setup.sh", "setup.cfg"
+    digest = hashlib.sha256(f"{checkout} \n".encode() + b"".join((checkout / part).read_bytes() for part in parts))
+    state = checkout / ".venv/hvdtrain-setup"
+    (checkout / ".venv/bin").mkdir(parents=True)
+    (checkout / ".venv/bin/python").symlink_to(BASE_PYTHON)
+    state.write_text(f"any wheel all {digest.hexdigest()}\n")
     before = state.stat()
-    done = run(["make", "setup"], ROOT, PYTHON="", **CLOSED)
+    done = run(["make", "setup"], checkout, PYTHON="", **CLOSED)
     assert (done.returncode, done.stderr) == (0, "")
     assert state.stat() == before
+    with (checkout / "setup.cfg").open("a") as file:
+        file.write("# changed\n")
+    done = run(["make", "setup"], checkout, **CLOSED)
+    assert "cannot reach the package index" in done.stderr, done.stderr
 
 
 HOSTILE = [("../out", tarfile.REGTYPE), ("/tmp/out", tarfile.REGTYPE), ("x/../../out", tarfile.REGTYPE)]

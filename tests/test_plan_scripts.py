@@ -37,10 +37,9 @@ def test_a_plan_times_the_steps_of_a_script_and_changes_nothing(tmp_path: Path) 
     assert one["global_batch"] == 24 and one["epoch_s"] is None
     assert 0.5 * seen["step_s"] < one["step_s"] < 2 * seen["step_s"], "both timed the same steps"
     assert list(found["refused"]) == ["native"], "scripts cannot use it"
-    after, during = found["networks"][0]["hosts"][-1]["predictions"]
+    after, _ = found["networks"][0]["hosts"][-1]["predictions"]
     sent = parse("hierarchical").cost(found["shapes"], Layout(ranks=2, hosts=2), buckets=False).sent_bytes
     assert after["sent_bytes"] == sent
-    assert after["waiting_s"] > during["waiting_s"], "Horovod sends during backward, a strategy after it"
 
 
 def test_a_plan_of_hvdtrain_train_profiles_several_batches(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ class Recorder:
         self._first: object = None
         """The optimizer whose steps count"""
         self._latest: object = None
+        self._known = set[object]()
         self._unwritten: list[records.Step] = []
         """The last step, whose values may still be logged, and steps of other optimizers that may become part of it"""
         self._epoch_losses = list[float]()
@@ -139,14 +140,16 @@ class Recorder:
             self._flush()
             self._first_step_s = self._first_step_s or process_age_s()
             self._unwritten.append(step)
-        elif optimizer is not None and self._unwritten:
+        elif optimizer is not None and (self._unwritten or optimizer not in self._known):
             self._unwritten.append(step)
         elif self._unwritten:
             self._unwritten[-1] = _joined(self._unwritten[-1], step)
         else:  # the step that it belongs to is written
             self._sent_bytes += sent_bytes
             self._local_sent_bytes = _sum(self._local_sent_bytes, local_sent_bytes)
-        self._latest = optimizer or self._latest
+        if optimizer is not None:
+            self._latest = optimizer
+            self._known.add(optimizer)
 
     @_harmless
     def log(self, numbers: dict[str, float]) -> None:

@@ -326,10 +326,10 @@ def main() -> None:
     folder = Path(sys.argv[1])
     for module, own in ((horovod.tensorflow, hvd), (horovod.keras, hvdtrain.keras)) if horovod else ():
         assert all(hasattr(own, name) for name in vars(module) if not name.startswith("_") and name != "keras")
+    report = {"calls": calls(), "errors": errors(), "fits": fits(folder)}
     values = [tf.Variable(tf.zeros(6, dtype)) for dtype in (tf.float64, tf.int32)]
     for compression, sent in ((hvd.Compression.none, 72), (hvd.Compression.fp16, 36)):
         assert recorded.Recorded(None, values, compression).sent_bytes == ring_bytes(sent, hvd.size())
-    report = {"calls": calls(), "errors": errors(), "fits": fits(folder)}
     every = hvd.allgather_object(report["calls"])
     if hvd.rank() == 0:
         report["calls"] = {name: [each[name] for each in every] for name in report["calls"]}

@@ -353,11 +353,11 @@ def solar(theme: str) -> str:
 
 
 def session(theme: str) -> str:
-    """The README's session as it appears on a terminal; a reader who prefers no motion sees the whole of it at once."""
+    """A session as it appears on a terminal; a reader who prefers no motion sees the whole of it at once."""
     lines = (DOCS / "figures" / "session.txt").read_text().splitlines()
     svg = Svg(
         theme, 40 + 15 * len(lines), "A terminal: two virtual hosts, a slow link, PowerSGD, and the table of the runs",
-        "The commands of the README's session with their shortened output.",
+        "The commands of the tutorial about a slow network with their shortened output.",
     )  # fmt: skip
     svg.lines.append(
         "<style>text{font-family:ui-monospace,DejaVu Sans Mono,monospace;white-space:pre}"

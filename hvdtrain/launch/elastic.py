@@ -189,7 +189,7 @@ class ElasticJob:
         elif "ended" in message and not host.lost:
             self._rank_ended(index, message["ended"], message["code"])
         elif "from" in message and not host.lost:
-            self._heard(index, rank, message["message"])
+            self._heard(index, message["from"], message["message"])
 
     def _heard(self, index: int, rank: int, message: dict[str, Any]) -> None:
         host = self._hosts[index]

@@ -80,7 +80,7 @@ def decoded(line: bytes, form: Any, sender: str) -> dict[str, Any] | None:
     if not _fits(message, form):
         shown = text[:60].decode(errors="replace")
         raise BrokenLine(f"{sender} sent {len(text):,} bytes that are not a message: {shown!a}")
-    return message  # type: ignore[no-any-return]
+    return message
 
 
 def _fits(value: Any, form: Any) -> bool:

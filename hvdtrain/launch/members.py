@@ -102,15 +102,13 @@ class Host:
         if self.probe is None:
             words = on_host(self.name, self.address, CORES)
             quiet = subprocess.DEVNULL
-            self.probe = subprocess.Popen(
-                words, stdin=quiet, stdout=subprocess.PIPE, stderr=quiet, text=True, errors="replace", process_group=0
-            )
+            self.probe = subprocess.Popen(words, stdin=quiet, stdout=subprocess.PIPE, stderr=quiet, process_group=0)
         elif (code := self.probe.poll()) is not None:
             assert self.probe.stdout is not None
             with self.probe.stdout as output:  # a login shell may have printed something before the number
-                last = output.read().strip().rpartition("\n")[2]
+                last = output.read().strip().rpartition(b"\n")[2]
             self.probe = None
-            return int(last) if code == 0 and last.isdecimal() else 0
+            return int(last) if code == 0 and last.isdigit() else 0
         return None
 
 

@@ -61,7 +61,7 @@ class Host:
     wait_s: float = RETURN_S
     return_at: float = float("inf")
     """When it is started again"""
-    probe: subprocess.Popen[str] | None = None
+    probe: subprocess.Popen[bytes] | None = None
     """Tries whether the lost or new host answers"""
 
     @property

@@ -32,7 +32,8 @@ from conftest import (
 from runs import read_run, results
 
 from hvdtrain.comm.elastic import Channel
-from hvdtrain.launch.line import encoded
+from hvdtrain.launch import line
+from hvdtrain.launch.line import FROM_AGENT, BrokenLine, encoded
 from hvdtrain.launch.members import Members
 from hvdtrain.results.live import LiveRun
 from hvdtrain.system.exits import Failure
@@ -83,8 +84,7 @@ def test_a_host_that_breaks_the_protocol_is_lost_and_one_whose_login_shell_print
         ("agent", '\x1e{"ended":777,"code":0}'): wrong_rank,
         ("agent", '\x1e{"from":777,"message":{"ready":true}}'): wrong_rank,
         ("agent", "\x1e\xff\xfe"): message,
-        ("agent", "\x1e", 100_000): message,
-        ("agent", "", 70_000_000): message,
+        ("agent", "\x1e", 3_000): message,
         ("rank", '\x1e{"ready":["x"]}'): message,
         ("rank", '\x1e{"pace":NaN}'): message,
         ("rank", "\x1e{"): "connection to host",
@@ -93,6 +93,20 @@ def test_a_host_that_breaks_the_protocol_is_lost_and_one_whose_login_shell_print
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     lines = [line for line in done.stderr.splitlines() if "continuing with 127.0.0.1" in line]
     assert len(lines) == len(forged) and all(map(str.__contains__, lines, forged.values())), done.stderr
+
+
+def test_a_line_without_an_end_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line, "MOST_BYTES", 1000)
+    source, target = os.pipe()
+    reader = line.Line(source, target, FROM_AGENT, "host a")
+    try:
+        os.write(target, b"Welcome! " + encoded({"beat": 1}) + b"x" * 1000)
+        assert reader.receive() == [{"beat": 1}]
+        os.write(target, b"x")
+        with pytest.raises(BrokenLine, match="host a sent 1,001 bytes that are not a message"):
+            reader.receive()
+    finally:
+        os.close(source), os.close(target)
 
 
 def test_a_wrong_message_to_a_rank_ends_it_with_one_line() -> None:

@@ -26,8 +26,7 @@ def send(**message: object) -> None:
 
 def agent_writes(data: bytes) -> None:
     with Path(f"/proc/{os.getppid()}/fd/1").open("wb", buffering=0) as agent:
-        while data:
-            data = data[agent.write(data) :]
+        agent.write(data)  # up to 4096 bytes are not mixed with the agent's own lines: see pipe(7)
 
 
 def forge(sender: str, line: str, depth: int = 0) -> None:

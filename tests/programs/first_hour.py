@@ -39,7 +39,7 @@ COMMANDS = {
     "hvdtrain resnet predict results/a photos/cats": (),
     "hvdtrain export results/a --to torch -o model.pt2": (),
     "hvdtrain export results/a --to safetensors -o model.safetensors": (),
-    "hvdtrain cluster status": (69,),  # none is up
+    "hvdtrain cluster status --name first": (69,),  # there is none
     "hvdtrain throttle 10mbit --dev lo --force --dry-run": (),
     "hvdtrain doctor --quick": (),
     "hvdtrain monitors": (),

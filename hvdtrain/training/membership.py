@@ -207,9 +207,9 @@ class ElasticMembership(Membership):
         capabilities = state.strategy.capabilities
         if not world.joining and not capabilities.local_updates and not capabilities.own_optimizer_state:
             snapshot.round_optimizer(state.replica)
-        self._rounded = True
-        message = world.hand_over([joins for joins, _ in flags], self._message)
-        if world.joining:
+        self._rounded, joining = True, [joins for joins, _ in flags]
+        message = world.hand_over(joining, self._message) if any(joining) else None
+        if message is not None and world.joining:
             self._enter(message)
 
     def _message(self) -> bytes:

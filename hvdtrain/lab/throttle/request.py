@@ -109,11 +109,8 @@ def reachable() -> list[str]:
 
 
 def targets(options: argparse.Namespace) -> tuple[Store, list[LinkTarget]]:
-    """The store and the links that the command refers to. Raises Failure (2, 69)."""
+    """The store and the links that the command refers to. Raises Failure (69)."""
     if options.dev:
-        if options.name or options.host:
-            message = "--name and --host select a virtual cluster, --dev an interface of this machine"
-            raise Failure(f"{message}; hint: give one of them", exits.USAGE)
         file = virtual.SELF / "throttle.json"
         host = os.uname().nodename
         links = [LinkTarget(host, None, options.dev, direction, file) for direction in ("up", "down")]
@@ -142,6 +139,9 @@ def check(options: argparse.Namespace, action: str) -> None:
     for name in ("name", "host", "dev", "hosts", "peer"):
         if getattr(options, name) == "":
             raise Failure(f"--{name} is empty; hint: give a value or omit the option", exits.USAGE)
+    if options.dev and (options.name or options.host):
+        message = "--name and --host select a virtual cluster, --dev an interface of this machine"
+        raise Failure(f"{message}; hint: give one of them", exits.USAGE)
     if options.hosts and options.hostfile:
         raise Failure("--hosts and --hostfile cannot be combined; hint: give one of them", exits.USAGE)
     if (options.hosts or options.hostfile) and not options.dev:

@@ -169,4 +169,4 @@ def test_the_workflow_runs_lint_and_tests() -> None:
     for command in commands:
         check_shell(command)
     targets = [command.split()[1] for command in commands if command.startswith("make ")]
-    assert targets == ["setup", "lint", "test"]
+    assert targets == ["setup", "lint", "test-all"]

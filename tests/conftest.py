@@ -70,6 +70,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Untouched(MARK))
+        use_own_cache(config)
+
+
+def use_own_cache(config: pytest.Config) -> None:
+    """Let all tests share a cache folder of their own, which has the Horovod wheels of the user's."""
+    users, own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"), tempfile.mkdtemp(prefix="hvd-cache-")
+    wheels = Path(own, "hvdtrain")
+    wheels.mkdir()
+    for folder in (users / "hvdtrain").glob("horovod-*"):
+        (wheels / folder.name).symlink_to(folder)
+    os.environ["XDG_CACHE_HOME"] = own
+    os.environ.setdefault("PIP_CACHE_DIR", str(users / "pip"))
+    config.add_cleanup(lambda: shutil.rmtree(own, ignore_errors=True))
 
 
 def unique() -> str:

@@ -69,12 +69,17 @@ class Strategy(abc.ABC):
 
     @property
     def shared_weights(self) -> np.ndarray | None:
-        """The weights from which all ranks have trained on their own since, as one float32 vector.
+        """The weights that all ranks know while their own weights differ, as one float32 vector.
 
         With them, `state` and each rank's own weights, a checkpoint can be made between exchanges. None while the ranks
         are `in_sync`, and for a strategy whose checkpoints have to wait until they are.
         """
         return None
+
+    @property
+    def common_weights(self) -> np.ndarray | None:
+        """The weights from which all ranks have trained on their own since; None if those of the replica are equal."""
+        return self.shared_weights
 
     @property
     def reshard_refusal(self) -> str | None:

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-STOP, CHOOSE = 2.0**30, 1.0
+STOP, CHOOSE = 1.0, 2.0**-30
 """What a rank may request of all ranks: to stop, and to choose the strategy again.
 
-The last number of a tail is their sum over ranks and steps. In float32, a sum of CHOOSE never exceeds 2**24."""
+The last number of a tail is their sum over ranks and steps. In float32, a sum of CHOOSE never exceeds 2**-6."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -44,9 +44,9 @@ def for_newcomers(replica: Replica, strategy: Strategy) -> Arrays:
 
     The optimizer's state is rounded to bfloat16, so that less is sent. Weights are exact.
     """
-    own, shared = replica.weights().copy(), strategy.shared_weights
-    if shared is not None:
-        replica.set_weights(shared)
+    own, common = replica.weights().copy(), strategy.common_weights
+    if common is not None:
+        replica.set_weights(common)
     state = {
         f"state.{name}": to_bf16(np.ascontiguousarray(array)) if _is_rounded(name, array) else array.copy()
         for name, array in replica.state().items()

@@ -110,6 +110,11 @@ class LocalSGD(Synchronous):
 
     @property
     def shared_weights(self) -> np.ndarray | None:
+        """Without `staleness` a checkpoint waits for the end of the round."""
+        return self.common_weights if self.settings.staleness else None
+
+    @property
+    def common_weights(self) -> np.ndarray | None:
         return None if self.in_sync else self._anchor
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:

@@ -91,7 +91,7 @@ def test_resumed_equals_uninterrupted(framework: str, tmp_path: Path) -> None:
 def test_a_sequential_is_split_into_stages(tmp_path: Path) -> None:
     """Two stages train bit for bit as one process with the same micro-batches."""
     settings = {"dropout": 0.3, "micro_batches": 3, "seed": 1}
-    done = ranks("torch", tmp_path, "mpirun", stages=2, **settings)
+    done = ranks("torch", tmp_path, "mpirun", stages=2, run_dir=str(tmp_path / "run"), **settings)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "stage 1 " in done.stderr
     model, _ = own_train.trained("torch", 0, **settings)

@@ -399,9 +399,9 @@ def test_pins_cover_the_requirements() -> None:
 
 
 def test_make_test_fails_if_a_worker_dies(tmp_path: Path) -> None:
-    (options,) = re.findall(r"pytest (.*) \$\(TEST_ARGS\)", (ROOT / "Makefile").read_text())
+    (options,) = re.findall(r"pytest -n \$\(TEST_WORKERS\) (.*) \\\n", (ROOT / "Makefile").read_text())
     (tmp_path / "test_a.py").write_text("import os\ndef test_one(): pass\ndef test_two(): os.abort()\n")
     for name in "bcd":
         (tmp_path / f"test_{name}.py").write_text("def test_one(): pass\ndef test_two(): pass\n")
-    done = finished([sys.executable, "-m", "pytest", *options.split()], cwd=tmp_path)
+    done = finished([sys.executable, "-m", "pytest", "-n", "2", *options.split()], cwd=tmp_path)
     assert done.returncode == 1 and "1 failed, " in done.stdout, done.stdout

@@ -38,7 +38,7 @@ shared = TcpCommunicator(rendezvous, endpoint)
 with no_room() if rendezvous.rank == 1 else contextlib.nullcontext():
     separate = TcpCommunicator(rendezvous, endpoint)
 maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
-files = [fields[5] for fields in maps if len(fields) == 6 and "hvdtrain-" in fields[5]]
+files = [fields[5] for fields in maps if len(fields) == 6 and "hvdtrain-" in Path(fields[5]).name]
 vector = np.random.default_rng(rendezvous.rank).normal(size=3_000_001).astype(np.float32)
 sums = [hashlib.sha256(ranks.sum(vector, "sum").tobytes()).hexdigest() for ranks in (shared, separate)]
 report = shared.gather(

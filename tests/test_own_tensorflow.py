@@ -85,7 +85,7 @@ def test_steps_of_fit_and_of_a_tape_in_a_graph_are_recorded(strategy: str) -> No
     report = script(strategy)
     assert set(report["epochs"][0].train_scores) == {"accuracy", "top_2"}
     assert [step.step for step in report["steps"]] == list(range(len(report["steps"])))
-    assert [step.lr is None for step in report["steps"][:24]] == [False] * 12 + [True] * 11 + [False]
+    assert [step.lr is None for step in report["steps"][:25]] == [False] * 12 + [True] * 12 + [False]
 
 
 def test_checkpoints_batch_normalisation_and_schedules_equal_one_process() -> None:

@@ -92,6 +92,8 @@ class Rank:
         self.pid = self.process.pid
         """The process that trains, which the command may have started"""
         self.stopped_since: float | None = None
+        self.used_s = 0.0
+        """Processor time when it was last found stopped"""
 
 
 class Agent:
@@ -172,7 +174,12 @@ class Agent:
         """Look for ranks that wait for others or are stopped. Report them, also if the launcher asks."""
         for rank in self._ranks:
             state = proc.stat(rank.pid).state
-            rank.stopped_since = (rank.stopped_since or now) if state == "T" else None
+            used_s = proc.used(rank.pid)[0] if state == "T" else 0.0
+            if state != "T" or used_s != rank.used_s:  # or it runs now and then
+                rank.stopped_since = None
+            rank.used_s = used_s
+            if state == "T":
+                rank.stopped_since = rank.stopped_since or now
             if state in "Tt":
                 self._stalls.resume(now, [rank.number])
         stopped_s = max(0.0 if rank.stopped_since is None else now - rank.stopped_since for rank in self._ranks)

@@ -39,6 +39,7 @@ from hvdtrain.training import classify, predict, trained
 from hvdtrain.training.checkpoint import Checkpoints
 
 pytest.importorskip("onnxruntime", reason="pip install 'hvdtrain[export]'")
+pytestmark = pytest.mark.slow  # all tests share runs that take a minute
 
 WORDS = 4
 """Words of captions here: a model's graph has a part for each word, and 34 take a minute to convert"""
@@ -194,7 +195,6 @@ KNOWN: dict[str, tuple[Raw, Callable[[Path, str], list[np.ndarray]]]] = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
-@pytest.mark.slow
 def test_every_format_gives_the_outputs_of_evaluation(name: str, runs: Path, exported: Path) -> None:
     """Loaded in a process that cannot import hvdtrain; both frameworks' own models give the same outputs too."""
     own = {framework: KNOWN[name][1](runs / name, framework) for framework in ("torch", "tensorflow")}

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
+import pytest
 from conftest import PROGRAMS, ROOT, finished
 from packaging.requirements import Requirement
 
@@ -25,6 +26,7 @@ def installed_by(requirements: Iterable[str]) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_no_command_asks_for_a_package(tmp_path: Path) -> None:
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")

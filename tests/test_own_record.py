@@ -21,6 +21,8 @@ from hvdtrain.results.__main__ import main
 from hvdtrain.results.read import frame as results
 from hvdtrain.strategies import parse
 
+pytestmark = pytest.mark.slow  # all tests share runs that take a minute
+
 TCP_STRATEGY = "local-sgd:every=2,staleness=1+powersgd:rank=1"
 FULL = """
 for number in os.listdir("/proc/self/fd"):
@@ -74,7 +76,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_run_folder_has_measurements_and_logged_values(runs: Path) -> None:
     manifest = records.read_document(runs / "two" / "manifest.json", records.Manifest)
     assert (manifest.workload, manifest.config["strategy"]) == ("own_recorded", "allreduce")

@@ -46,6 +46,7 @@ def test_calls_return_the_same_results_on_both_backends() -> None:
     assert script("hierarchical")["calls"] == script("")["calls"]
 
 
+@pytest.mark.slow
 @on_each_backend
 def test_two_ranks_with_half_the_batch_train_as_one_process(strategy: str) -> None:
     fits = script(strategy)["fits"]

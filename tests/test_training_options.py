@@ -22,6 +22,8 @@ from hvdtrain.models import captioner, mlp, network, resnet
 from hvdtrain.models.layers_tf import cross_entropies
 from hvdtrain.training import checkpoint_files, trained
 
+pytestmark = pytest.mark.slow  # all tests share runs that take a minute
+
 FRAMEWORKS = ("torch", "tensorflow")
 LOCAL = "local-sgd:every=2,staleness=1+powersgd"
 # With a small learning rate equal programs stay equal (see test_strategies.py). There are two epochs of eight steps.
@@ -66,7 +68,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("framework", "strategy"), [("torch", "hierarchical"), *((each, LOCAL) for each in FRAMEWORKS)]
 )
-@pytest.mark.slow
 def test_resumed_equals_uninterrupted(framework: str, strategy: str, runs: Path) -> None:
     whole, cut = runs / framework / strategy, runs / framework / f"{strategy}-cut"
     assert [each.step for each in read_run(cut)["resumed"]] == [CUT]
@@ -231,7 +232,6 @@ def test_augmentation_is_a_function_of_seed_epoch_and_sample(kinds: str) -> None
     assert np.array_equal(split.samples, images) and images.min() >= 1, "the data set is unchanged"
 
 
-@pytest.mark.slow
 def test_a_compiled_model_has_the_losses_of_the_plain_one(tmp_path: Path) -> None:
     flags = ["--data", "wine", "--layers", "8", "--epochs", "1", "--batch-size", "16", "--framework", "torch"]
     here("tabular", *flags, "--run-dir", str(tmp_path / "plain"))

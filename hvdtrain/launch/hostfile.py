@@ -26,7 +26,8 @@ class HostfileWatch(threading.Thread):
         """`known`: the address of each host that is not new, by name."""
         super().__init__(name="hvdtrain-hostfile", daemon=True)
         self._path, self._known = path, {*known}
-        self._named = {_place(address): name for name, address in known.items()}
+        self._plays = sum(map(net.is_own, known.values())) > 1
+        self._named = {self._place(address): name for name, address in known.items()}
         """Name of each known host, by address"""
         self._new: list[Slots] = []
         """New hosts in the file whose address is not known yet"""
@@ -44,6 +45,10 @@ class HostfileWatch(threading.Thread):
             before = now
             self._new = [slots for slots in self._new if not self._resolve(slots)]
             time.sleep(LOOK_S)
+
+    def _place(self, address: str) -> str:
+        """The same for all addresses of this machine, unless it plays several hosts."""
+        return "here" if net.is_own(address) and not self._plays else address
 
     def _stamp(self) -> tuple[int, int, int]:
         """Differs if the file has changed; it is all -1 without a file."""
@@ -72,16 +77,11 @@ class HostfileWatch(threading.Thread):
             self._reported.add(slots.host)
             return False
         self._known.add(slots.host)
-        if (name := self._named.setdefault(_place(address), slots.host)) != slots.host:
+        if (name := self._named.setdefault(self._place(address), slots.host)) != slots.host:
             say(f"{slots.host} is not added: it is {name}, which is in the job; hint: give each host one name")
         else:
             self.found.put((slots, address))
         return True
-
-
-def _place(address: str) -> str:
-    """The same for all addresses of this machine."""
-    return "here" if net.is_own(address) else address
 
 
 def say(text: str) -> None:

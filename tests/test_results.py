@@ -279,7 +279,10 @@ def test_compare_counts_groups_without_a_partner(tmp_path: Path, capsys: pytest.
 # --- formats ----------------------------------------------------------------------------------------------------------
 
 
-def test_all_formats_have_the_same_numbers(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_formats_have_the_same_numbers(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")  # in a narrow terminal the text leaves out columns
     table = runs.results("table", root)
     assert main(["table", str(root), "--format", "csv"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))

@@ -418,6 +418,7 @@ def test_a_user_without_an_account_needs_no_home_folder_on_one_host() -> None:
 
     def program() -> None:
         os.setuid(12345)
+        os.environ.pop("XDG_CACHE_HOME")
         for home in (None, "/"):
             os.environ.pop("HOME", None)
             os.environ |= {"HOME": home} if home else {}

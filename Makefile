@@ -5,7 +5,7 @@ TEST_WORKERS ?= $(shell expr $$(nproc) + 1)
 SHELL := bash
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint bench bench-network bench-backends bench-strategies bench-plan bench-stages \
+.PHONY: help setup demo test test-all lint bench bench-network bench-backends bench-strategies bench-plan bench-stages bench-scripts \
 	bench-elastic chaos install-matrix gpu-check docs clean
 
 help:  ## this list
@@ -52,6 +52,9 @@ bench-strategies: setup  ## every strategy to a test accuracy at 10, 100, 1000 M
 
 bench-plan: setup  ## predictions of hvdtrain plan against runs on virtual hosts (root): BENCH_ARGS='--rates 10mbit'
 	. .venv/bin/activate && python tools/bench_plan.py $(BENCH_ARGS)
+
+bench-scripts: setup  ## a user's script beside the workload, step by step (root): BENCH_ARGS='--rates 10mbit --hosts 2'
+	. .venv/bin/activate && python tools/bench_scripts.py $(BENCH_ARGS)
 
 bench-stages: setup  ## pipeline stages, data parallelism and torch's pipelining (root): BENCH_ARGS='--rates 10mbit'
 	. .venv/bin/activate && python tools/bench_stages.py $(BENCH_ARGS)

@@ -194,7 +194,7 @@ def test_collectives_continue_without_a_dead_rank(capsys: pytest.CaptureFixture[
         results.append((ranks.sum(np.array([1.0, number]), "").tolist(), ranks.size, ranks.rank))
         results.append((ranks.broadcast(np.full(2, number), "").tolist(), ranks.size, ranks.rank))
         with pytest.raises(NotImplementedError, match="joined by servers cannot sum vectors"):
-            ranks.local_reduce(np.ones(1))
+            ranks.reduce(np.ones(1))
         weights = np.empty(3, np.float32)
         ranks.ask(np.zeros(NUMBERS), None, weights)
         ranks.shutdown()

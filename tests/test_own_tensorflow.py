@@ -80,6 +80,12 @@ def test_a_single_step_moves_the_weights_by_the_sum(strategy: str, program: list
     }
 
 
+def test_buckets_are_sent_while_backward_computes_with_the_sums_of_one_process() -> None:
+    """The program compares, and raises if a check fails."""
+    done = launch(2, [str(PROGRAMS / "own_overlap_keras.py")], "mpirun", {"HVDTRAIN_STRATEGY": "hierarchical"})
+    assert done.returncode == 0, done.stderr
+
+
 @on_each_backend
 def test_steps_of_fit_and_of_a_tape_in_a_graph_are_recorded(strategy: str) -> None:
     """A tape does not know the learning rate. Only metrics that are single numbers become scores."""

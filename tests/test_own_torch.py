@@ -72,6 +72,17 @@ def test_without_horovod_its_own_transport_is_an_error_of_one_line() -> None:
     assert done.returncode == 0, "a dry run needs no Horovod"
 
 
+def test_gradients_are_sent_during_backward_once_steps_are_alike() -> None:
+    """The program compares the weights with those of one process, also for scripts that change gradients later."""
+    overlapped = document(launch(2, [str(PROGRAMS / "own_overlap.py")], "torchrun"))
+    learned, given_up = [False, False, True], [False, False]
+    for script in ("plain", "accumulating", "with_useless_backward", "with_unused_layers"):
+        assert overlapped[script][:3] == learned and all(overlapped[script][2:]), script
+    for script in ("with_useless_backward_late", "clipping_late", "one_rank_accumulates_more"):
+        assert overlapped[script][:3] == learned and overlapped[script][-2:] == given_up, script
+    assert not any(overlapped["clamping_data"])
+
+
 @pytest.mark.parametrize("program", [[], WITHOUT_HOROVOD], ids=["Horovod", "without"])
 def test_an_optimizer_trains_as_the_strategy_and_resumes_exactly(program: list[str]) -> None:
     """The program compares, and raises if a check fails."""

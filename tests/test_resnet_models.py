@@ -37,7 +37,7 @@ from hvdtrain.models.resnet_tf import ResNetTF
 from hvdtrain.models.resnet_torch import ResNetTorch
 from hvdtrain.observe.timing import Clock
 from hvdtrain.records.metrics import Accuracy
-from hvdtrain.strategies.algorithms.overlapped import MAX_BUCKETS, Overlapped, buckets
+from hvdtrain.strategies.algorithms.synchronous import MAX_BUCKETS, Synchronous, buckets
 from hvdtrain.strategies.reducers.exact import Hierarchical
 from hvdtrain.system.exits import BAD_CONFIG, Failure
 from hvdtrain.training.framework import make_replica
@@ -342,10 +342,10 @@ def test_the_loss_scale_doubles_after_2000_good_steps_and_halves_after_an_overfl
     assert replica.state()["loss_scale"].tolist() == [2.0**16, 0]
 
 
-class Recording(Overlapped):
+class Recording(Synchronous):
     """Records the buckets that a replica reports, instead of summing them."""
 
-    def buckets(self) -> list[range]:
+    def buckets(self, *, late_tail: bool = False) -> list[range]:
         self.begins = [0, *np.cumsum([int(np.prod(shape)) for shape in self._shapes])]
         self.ranges = buckets(self._shapes)
         self.reported: list[tuple[int, np.ndarray, bool]] = []

@@ -1,15 +1,18 @@
-"""The baseline of `make bench`: ResNet-34 in a hand-written Horovod loop.
+"""The baseline of `make bench`, and the script of `make bench-scripts`: ResNet-34 in a hand-written Horovod loop.
 
     mpirun -np 2 --bind-to none python tools/bare_loop.py torch --epochs 3
 
 Trains on the same batches as `python -m hvdtrain.resnet`. Rank 0 prints one JSON line: images per second over all ranks
-without the first three steps, the number of images, the last step's loss per image, and peak RSS.
+without the first three steps, the median time of a step without its batch, the number of images, the last step's loss
+per image, and peak RSS.
 """
 
 import argparse
+import importlib
 import json
 import os
 import resource
+import statistics
 import time
 from typing import Any
 
@@ -18,6 +21,10 @@ import numpy as np
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("framework", choices=("torch", "tensorflow"))
 parser.add_argument("--epochs", type=int, default=1)
+parser.add_argument("--library", choices=("horovod", "hvdtrain"), default="horovod")
+parser.add_argument("--width", type=float, default=1.0)
+parser.add_argument("--image-size", type=int, default=32)
+parser.add_argument("--warmup", type=int, default=3)
 args = parser.parse_args()
 
 from hvdtrain import data  # noqa: E402
@@ -26,13 +33,13 @@ from hvdtrain.models import resnet  # noqa: E402
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 BATCH_SIZE = 32
 LR = 0.05
-split = data.load("digits").train
-spec = resnet.ResNetSpec(channels=1, classes=10)
+split = data.load("digits", (args.image_size, args.image_size)).train
+spec = resnet.ResNetSpec(channels=1, classes=10, width=args.width)
+hvd = importlib.import_module(f"{args.library}.{args.framework}")
 state = resnet.initial_state(spec, 0)
 model: Any
 
 if args.framework == "torch":
-    import horovod.torch as hvd
     import torch
 
     from hvdtrain.models.resnet_torch import ResNetTorch
@@ -55,7 +62,6 @@ if args.framework == "torch":
 else:
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # hvdtrain sets it too
-    import horovod.tensorflow as hvd
     import tensorflow as tf
 
     from hvdtrain.config.options import TrainConfig
@@ -90,7 +96,7 @@ else:
 
 global_batch = BATCH_SIZE * hvd.size()
 borders = [*range(0, len(split), global_batch), len(split)]
-done, seconds, total = 0, 0.0, 0
+done, seconds, total, steps = 0, 0.0, 0, list[float]()
 for epoch in range(args.epochs):
     # The seed and the random stream of hvdtrain.data.loader, so that the batches are the same.
     order = split.order(np.random.Generator(np.random.PCG64(np.random.SeedSequence([0, epoch]))), borders)
@@ -100,13 +106,22 @@ for epoch in range(args.epochs):
         local = np.array_split(indices, hvd.size())[hvd.rank()]
         key = (epoch * len(borders) + number) * 2**32 + hvd.rank()
         batch = split.batch(local, indices, key)
+        computing = time.perf_counter()
         loss = step(batch.arrays, batch.total_weight / hvd.size())  # Horovod averages
         total += batch.total_weight
-        if epoch or number >= 3:
+        if epoch or number >= args.warmup:
             done += len(indices)
-            seconds += time.perf_counter() - began
+            ended = time.perf_counter()
+            seconds += ended - began
+            if len(indices) == global_batch:
+                steps.append(ended - computing)
 if hvd.rank() == 0:
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    figures = {"samples_per_s": done / seconds, "samples": total, "last_loss": loss / batch.weight}
+    figures = {
+        "samples_per_s": done / seconds,
+        "step_s": statistics.median(steps),
+        "samples": total,
+        "last_loss": loss / batch.weight,
+    }
     print(json.dumps({**figures, "peak_rss_bytes": rss}), flush=True)
 hvd.shutdown()

@@ -83,7 +83,7 @@ def rank_program(work: Sequence[tuple[str, int]]) -> None:
     from mpi4py import MPI
 
     from hvdtrain.comm.backends.ddp import DdpCommunicator
-    from hvdtrain.comm.backends.tcp import TcpCommunicator, TcpLeaderGroup
+    from hvdtrain.comm.backends.tcp import TcpCommunicator
     from hvdtrain.comm.launch_env import launch_env
     from hvdtrain.comm.rendezvous import join
 
@@ -92,10 +92,7 @@ def rank_program(work: Sequence[tuple[str, int]]) -> None:
     ours, gloo = TcpCommunicator(rendezvous, endpoint), DdpCommunicator(rendezvous, endpoint, gpu=False)
 
     def sum_tcp(vector: np.ndarray) -> np.ndarray:
-        ours.local_reduce(vector)
-        if leaders := ours.leaders:
-            leaders.all_reduce(vector)
-        ours.local_broadcast(vector)
+        ours.reduce(vector)
         return vector
 
     def sum_gloo(vector: np.ndarray) -> np.ndarray:
@@ -107,7 +104,7 @@ def rank_program(work: Sequence[tuple[str, int]]) -> None:
         return vector
 
     def pairs_tcp(parts: np.ndarray) -> Sequence[np.ndarray]:
-        assert isinstance(ours.leaders, TcpLeaderGroup)
+        assert ours.leaders is not None
         ours.leaders.max_message_bytes = parts.nbytes
         return ours.leaders.all_to_all(list(parts), even=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,7 +19,9 @@ class FlatGradients:
     def __init__(self, parameters: Sequence[torch.nn.Parameter], tail: int, device: torch.device) -> None:
         self.parameters = list(parameters)
         self._sizes = [parameter.numel() for parameter in self.parameters]
-        self.size = sum(self._sizes)
+        self.borders = [0, *itertools.accumulate(self._sizes)]
+        """The position of each gradient in the vector, and the end of the last one"""
+        self.size = self.borders[-1]
         self._whole = torch.zeros(self.size + tail, dtype=torch.float32, device=device)
         on_cpu = device.type == "cpu"
         self._host = self._whole if on_cpu else torch.zeros_like(self._whole, device="cpu", pin_memory=True)
@@ -27,8 +30,8 @@ class FlatGradients:
         """Gradients and tail in host memory"""
         self.gradients = self._whole[: self.size]
         self.tail = self._whole[self.size :]
-        self.views = self.split(self._whole)
-        """The gradient of each parameter, in its shape"""
+        self.views = [view.data for view in self.split(self._whole)]
+        """The gradient of each parameter, in its shape. `.data` gives each its own version counter"""
 
     def split(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """Views of a vector in the shapes of the parameters."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +16,7 @@ from hvdtrain.data import Batch
 from hvdtrain.frameworks import Profiler, statistics_of
 from hvdtrain.frameworks.compile_torch import compiled
 from hvdtrain.frameworks.flat_torch import Average, Flat
+from hvdtrain.frameworks.hooks_torch import GradientHooks
 from hvdtrain.records.metrics import Metric
 from hvdtrain.strategies import Strategy
 from hvdtrain.system import exits
@@ -45,59 +44,6 @@ def prepare(device: str, local_rank: int, threads: int, *, exclusive_gpu: bool =
     if device == "gpu":
         raise Failure("--device gpu: PyTorch finds no GPU; hint: use --device cpu or auto", exits.BAD_CONFIG)
     return "cpu"
-
-
-class GradientHooks:
-    """Reports each bucket to the strategy during backward, as soon as all of its gradients are computed.
-
-    Buckets are reported in order: one that is ready early waits for those before it. PyTorch does not call the hooks of
-    parameters that the loss does not use, so `finish` reports the rest after backward. Reentrant checkpoints call the
-    hook of a shared weight once for each use. That raises Failure, because the first call may have sent the bucket.
-    """
-
-    def __init__(
-        self, strategy: Strategy, buckets: Sequence[range], flat: Flat, named: Sequence[tuple[str, torch.nn.Parameter]]
-    ) -> None:
-        self._strategy, self._buckets, self._flat = strategy, buckets, flat
-        self._names = [name for name, _ in named]
-        self._borders = [0, *itertools.accumulate(parameter.numel() for _, parameter in named)]
-        self._missing: list[set[int]] = []
-        """For each bucket, the indices of the parameters whose gradients are not computed yet"""
-        self._next = 0
-        self._handles = [
-            named[index][1].register_post_accumulate_grad_hook(functools.partial(self._computed, number, index))
-            for number, bucket in enumerate(buckets)
-            for index in bucket
-        ]
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def begin(self) -> None:
-        self._missing = [set(bucket) for bucket in self._buckets]
-        self._next = 0
-
-    def _computed(self, number: int, index: int, parameter: torch.nn.Parameter) -> None:
-        if index not in self._missing[number]:
-            raise Failure(
-                f"{self._names[index]}: its gradient arrived twice in one backward pass, so an incomplete one may have "
-                "been sent; a shared weight cannot be used inside reentrant checkpoints; "
-                "hint: torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-            )
-        self._missing[number].remove(index)
-        while self._next < len(self._buckets) and not self._missing[self._next]:
-            self._report()
-
-    def finish(self) -> None:
-        while self._next < len(self._buckets):
-            self._report()
-
-    def _report(self) -> None:
-        bucket = self._buckets[self._next]
-        begin, end = self._borders[bucket.start], None if self._next == 0 else self._borders[bucket.stop]
-        self._strategy.on_bucket_ready(self._next, self._flat.memory, self._flat.piece(begin, end))
-        self._next += 1
 
 
 class TorchReplica:
@@ -161,7 +107,23 @@ class TorchReplica:
         if self._hooks:
             self._hooks.remove()
         buckets = strategy.buckets() if self.one_backward else ()
-        self._hooks = GradientHooks(strategy, buckets, self._flat, self._named) if buckets else None
+        if not buckets:
+            self._hooks = None
+            return
+        flat = self._flat
+
+        def report(number: int) -> None:
+            begin, end = flat.borders[buckets[number].start], flat.borders[buckets[number].stop] if number else None
+            strategy.on_bucket_ready(number, flat.memory, flat.piece(begin, end))
+
+        def repeated(index: int) -> None:  # as the hooks of reentrant checkpoints are, once for each use of a weight
+            raise Failure(
+                f"{self._named[index][0]}: its gradient arrived twice in one backward pass, so an incomplete one may "
+                "have been sent; a shared weight cannot be used inside reentrant checkpoints; hint: "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+
+        self._hooks = GradientHooks(buckets, [each for _, each in self._named], report, repeated)
 
     def backward(self, batch: Batch, lr: float, stop: float) -> None:
         self._train(True)
@@ -179,8 +141,8 @@ class TorchReplica:
             self._flat.set_tail(tail)
             self._hooks.begin()
         self._step.backward(self._scaler.scale(loss / (mean_of / self._step.loss_factor)))
-        if self._hooks:
-            self._hooks.finish()
+        while self._hooks and self._hooks.next < len(self._hooks.buckets):  # gradients that the loss does not need
+            self._hooks.report_next()
 
     def _train(self, training: bool) -> None:
         if self._model.training != training:  # setting it in every module takes as long as a small layer

@@ -16,7 +16,7 @@ from hvdtrain.plan.network import Link, Uplink
 from hvdtrain.plan.profile import FORWARD, Profile
 from hvdtrain.plan.simulation import Message, Node, Traffic, link_s, simulate, transfer_s, uplink_s
 from hvdtrain.plan.stages import Stage
-from hvdtrain.strategies.algorithms.overlapped import buckets
+from hvdtrain.strategies.algorithms.synchronous import buckets
 from hvdtrain.strategies.cost import Cost, Layout, Phase, elements
 from hvdtrain.strategies.spec import Exchange, component
 
@@ -150,7 +150,7 @@ def predicted(
 ) -> Prediction:
     """Predict a training step of these nodes, which belong to the hosts."""
     ranks = sum(host.ranks for host in hosts)
-    cost = exchange.cost(profile.shapes, Layout(ranks=ranks, hosts=len(hosts)), buckets=not profile.drop_in)
+    cost = exchange.cost(profile.shapes, Layout(ranks=ranks, hosts=len(hosts)))
     traffic = traffic_of(profile, exchange, cost, hosts)
     simulated_s = simulate(nodes, traffic)
     uncoded = [dataclasses.replace(each, coding_s=0.0) for each in traffic.messages]

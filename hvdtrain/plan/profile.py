@@ -28,7 +28,7 @@ from hvdtrain.data.prepared import cache_folder, caching
 from hvdtrain.observe.timing import Clock
 from hvdtrain.records.types import Amount
 from hvdtrain.strategies import Exchanged, Strategy, Vectors
-from hvdtrain.strategies.algorithms.overlapped import buckets
+from hvdtrain.strategies.algorithms.synchronous import buckets
 from hvdtrain.strategies.base import ReducerCost
 from hvdtrain.strategies.cost import Cost, Layout, Shape, elements
 from hvdtrain.system import cgroup, exits, files, proc
@@ -118,7 +118,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     factors: dict[str, Positive] = {}
     """Recorded / simulated time of a step on several hosts, by backend"""
     drop_in: bool = False
-    """Whether the optimizer of a drop-in module exchanges, which sends nothing during backward"""
+    """Whether the optimizer of a drop-in module exchanges"""
 
     def __post_init__(self) -> None:
         batches, size = [each.batch for each in self.points], elements(self.shapes)
@@ -188,7 +188,7 @@ class Probe(Strategy):
     def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, reducer_cost: ReducerCost) -> Cost:
         return Cost()
 
-    def buckets(self) -> list[range]:
+    def buckets(self, *, late_tail: bool = False) -> list[range]:
         self.ready_s = []
         ranges = buckets(self._shapes)
         return ranges if len(ranges) > 1 else []

@@ -19,7 +19,8 @@ from hvdtrain.strategies.reducers.base import Reducer
 from hvdtrain.strategies.replicas import Exchanged, Vectors
 
 ReducerCost = Callable[[Sequence[Sequence[int]]], list[Cost]]
-"""Cost of one all-reduce of each bucket by the strategy's reducer, given the buckets as indices of arrays"""
+"""Cost of one all-reduce of each bucket by the strategy's reducer, given the buckets as indices of arrays. One cost if
+the vector is not divided"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,11 +108,11 @@ class Strategy(abc.ABC):
     def check(cls, settings: Any, config: TrainConfig) -> None:
         """Raise Failure (78) for a config that the strategy cannot be combined with."""
 
-    def buckets(self) -> Sequence[range]:
+    def buckets(self, *, late_tail: bool = False) -> Sequence[range]:
         """Return the buckets that the strategy takes during backward, as ranges of array indices.
 
         The order is that of the calls of `on_bucket_ready`. Without buckets it reads the whole vector in `step`. A
-        replica calls this once, when it is made. Collective.
+        replica calls this once, when it is made. `late_tail`: whether it writes the tail in `step` only. Collective.
         """
         return ()
 
@@ -120,8 +121,8 @@ class Strategy(abc.ABC):
     ) -> None:
         """Start the exchange of a bucket whose gradients backward has written into the vector.
 
-        Before the first bucket the tail is written too. If `ready` is given, the gradients are complete when it
-        returns. `step` follows after the last bucket.
+        If `ready` is given, the gradients are complete when it returns. `step` follows. It exchanges the buckets that
+        were not reported before.
         """
 
     @abc.abstractmethod

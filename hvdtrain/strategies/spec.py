@@ -18,7 +18,6 @@ from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config import constraints
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.strategies import automatic, registry
-from hvdtrain.strategies.algorithms.overlapped import Overlapped
 from hvdtrain.strategies.algorithms.synchronous import Synchronous
 from hvdtrain.strategies.base import Capabilities, Strategy
 from hvdtrain.strategies.cost import Cost, Layout, Shape
@@ -59,9 +58,7 @@ class Exchange:
     @property
     def strategy(self) -> type[Strategy]:
         """The class of the algorithm; for a reducer alone, the class that runs it."""
-        if self.algorithm:
-            return self.algorithm.cls
-        return Overlapped if self.reducer and self.reducer.cls.supports_buckets else Synchronous
+        return self.algorithm.cls if self.algorithm else Synchronous
 
     @property
     def settings(self) -> Any:
@@ -85,10 +82,11 @@ class Exchange:
 
         def reducer_cost(parts: Sequence[Sequence[int]]) -> list[Cost]:
             assert self.reducer is not None
+            if not buckets or not self.reducer.cls.supports_buckets:
+                parts = [range(len(shapes))]
             return self.reducer.cls.bucket_costs(shapes, parts, layout.hosts, self.reducer.settings)
 
-        strategy = Synchronous if self.algorithm is None and not buckets else self.strategy
-        return strategy.cost(shapes, layout, self.settings, reducer_cost)
+        return self.strategy.cost(shapes, layout, self.settings, reducer_cost)
 
     def fact(self, shapes: Sequence[Shape], layout: Layout, *, buckets: bool = True) -> str:
         """Describe the strategy and its cost in one line."""

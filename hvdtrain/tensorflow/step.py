@@ -1,16 +1,19 @@
 """A strategy's step inside a TensorFlow graph.
 
 A strategy exchanges gradients, lets the replica update itself, and may then change the weights. In a graph the update
-consists of the graph's own operations, so the step is split in two: `begin` returns the gradients for the update, and
-`end` returns the new weights. A strategy that changes weights waits between them, in its own thread. Neither runs
-a graph, because a graph inside a graph would deadlock with one inter-op thread.
+consists of the graph's own operations, so the step is divided: `report` copies a bucket of gradients into the vector as
+soon as backward has computed them, and starts its exchange; `begin` returns the sums for the update, and `end` returns
+the new weights. A strategy that changes weights waits between the last two, in its own thread. None of them runs a
+graph, because a graph inside a graph would deadlock with one inter-op thread.
 
 Gradients are copied once, into the vector that the strategy changes in place. The update reads the same memory.
 """
 
 from __future__ import annotations
 
+import functools
 import queue
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Sequence
@@ -20,10 +23,16 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.comm.backends.base import Communicator
-from hvdtrain.frameworks.flat_tensorflow import FlatVariables
+from hvdtrain.frameworks.flat_tensorflow import FlatVariables, aligned
 from hvdtrain.horovod_api import job
 from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies import Exchange, Strategy
+from hvdtrain.strategies.algorithms.synchronous import buckets
+
+TAIL = 3
+"""Numbers that follow the gradients: the loss (unknown here), the samples, and requests (none)"""
+NOT_SHARED = 2
+"""References to an array that one name refers to, as `sys.getrefcount` counts them"""
 
 
 class Step:
@@ -44,6 +53,8 @@ class Step:
         self._clock, self._sent_bytes = Clock(), 0
         self._loaded: dict[str, np.ndarray] | None = None
         self._vector = np.zeros(0, np.float32)
+        self._buckets: Sequence[range] = ()
+        """The strategy's buckets; empty if it reads the whole vector"""
         self._new: np.ndarray | None = None
         self._events: queue.SimpleQueue[bool | BaseException] = queue.SimpleQueue()
         self._resume = threading.Semaphore(0)
@@ -64,12 +75,15 @@ class Step:
                 "step; hint: use an optimizer for each set of variables"
             )
         exchange = self.exchange
-        flat = [tf.reshape(tf.cast(each, tf.float32), [-1]) for each in gradients]
-        tail = tf.constant(self.tail(), tf.float32)
-        vector = tf.concat([*flat, tail], 0)
-        size = vector.shape[0]
-        vector, due = tf.numpy_function(self._begin, [vector], [tf.float32, tf.bool])
-        vector.set_shape([size])
+        before: list[Any] = []
+        for number, bucket in enumerate(self._traced_buckets()):
+            pieces = [tf.cast(gradients[index], tf.float32) for index in bucket]
+            report = functools.partial(self._report, number, self._flat.borders[bucket.start])
+            with tf.control_dependencies(before):
+                before = [tf.numpy_function(report, pieces, [])]
+        with tf.control_dependencies(before):
+            vector, due = tf.numpy_function(self._begin, [], [tf.float32, tf.bool])
+        vector.set_shape([self._flat.size + TAIL])
         if exchange.algorithm is None:
             update(self._flat.split_tensor(vector))
             return
@@ -85,15 +99,40 @@ class Step:
             variable.assign(piece)
         return True
 
-    # --- inside the graph's two operations ----------------------------------------------------------------------
+    def _traced_buckets(self) -> list[range]:
+        """Return the buckets that the graph reports; the strategy may exchange them together."""
+        reducer = self.exchange.reducer
+        if self.exchange.algorithm is None and reducer is not None and reducer.cls.supports_buckets:
+            return buckets([tuple(variable.shape) for variable in self._flat.variables])
+        return [range(len(self._variables))]
 
-    def _begin(self, vector: np.ndarray) -> tuple[np.ndarray, np.bool_]:
-        if self.postponed and self.exchange.capabilities.local_updates:
-            return vector, np.bool_(True)
-        job.job().exchanging(id(self))
+    # --- inside the graph's operations --------------------------------------------------------------------------
+
+    def _report(self, number: int, begin: int, *gradients: np.ndarray) -> None:
+        if number == 0:
+            # A tensor of an earlier step may still share the memory.
+            if self._vector.size != self._flat.size + TAIL or sys.getrefcount(self._vector) > NOT_SHARED:
+                self._vector = aligned(self._flat.size + TAIL)
+            self._vector[self._flat.size :] = self.tail()
+        piece = self._vector[begin : begin + sum(each.size for each in gradients)]
+        np.concatenate([each.reshape(-1) for each in gradients], out=piece)
+        if self._is_postponed():
+            return
+        if number == 0:
+            job.job().exchanging(id(self))
         if self._divided:  # here, because the number of ranks may change, while a graph is constant
-            vector[: self._flat.size] *= np.float32(1.0 / job.job().size)
-        self._vector, self._due = vector, False
+            piece *= np.float32(1.0 / job.job().size)
+        strategy = self._made()
+        if self._buckets:
+            strategy.on_bucket_ready(number, self._vector)
+
+    def _is_postponed(self) -> bool:
+        return self.postponed and self.exchange.capabilities.local_updates
+
+    def _begin(self) -> tuple[np.ndarray, np.bool_]:
+        if self._is_postponed():
+            return self._vector, np.bool_(True)
+        self._due = False
         strategy = self._made()
         if strategy.capabilities.local_updates:
             threading.Thread(target=self._run, args=(strategy,), daemon=True).start()
@@ -136,6 +175,7 @@ class Step:
             shapes = [tuple(variable.shape) for variable in self._flat.variables]
             strategy, self.world = job.job().strategy(self.exchange, shapes)
             self._strategy, self._generation = strategy, job.job().generation
+            self._buckets = strategy.buckets()
             if self._loaded is not None:
                 strategy.load(self._loaded)
             if strategy.capabilities.local_updates:

@@ -27,7 +27,7 @@ from hvdtrain.plan.prediction import EXACT_REDUCER, reducers
 from hvdtrain.plan.profile import Profile
 from hvdtrain.plan.steps import Script, Steps
 from hvdtrain.strategies import Exchange, automatic, parse
-from hvdtrain.strategies.algorithms.overlapped import buckets
+from hvdtrain.strategies.algorithms.synchronous import buckets
 from hvdtrain.strategies.automatic import Rule
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -49,6 +49,7 @@ class Measuring(Exchanging):
 
     _steps: Steps | None = None
     """None: the strategy is final"""
+    _overlaps = False
 
     def measure(self, rule: Rule | None, op: int) -> None:
         """Start to time steps. Collective.
@@ -113,7 +114,7 @@ class Measuring(Exchanging):
 
     def _choose(self, chosen: Chosen) -> None:
         """Continue with a strategy. Collective."""
-        self._steps = None
+        self._steps, self._overlaps = None, True
         exchange = parse(chosen.strategy)
         self._use(exchange, set() if exchange.capabilities.local_updates else set(self._sparse))
         record.choosing(False, exchange, chosen.reason)
@@ -209,7 +210,7 @@ def averaging_s(named: dict[str, torch.nn.Parameter]) -> float:
     """Return the processor seconds of averaging weights in a single process. The weights do not change."""
     single = RankGroup.watched(Communicator()).connect("torch", backend="tcp")
     local = parse(profiled.AVERAGING).make(TrainConfig(), single, [tuple(each.shape) for each in named.values()])
-    vectors = Parameters(named, lambda: None, ranks=1, divided=False, careful=False)
+    vectors = Parameters(named, lambda: None, local, ranks=1, divided=False, careful=False)
     before, spent = [weight.detach().clone() for weight in named.values()], []
     for _ in range(profile.AVERAGINGS):
         began = time.process_time()

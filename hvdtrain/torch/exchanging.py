@@ -32,6 +32,8 @@ class Exchanging(torch.optim.Optimizer):
     """Makes GradScaler call `step` even if this rank's gradients are not finite, because other ranks wait for it"""
     exchanging = True
     """Whether steps exchange. Otherwise they are the wrapped optimizer's steps."""
+    _overlaps = True
+    """Whether gradients may be sent during backward"""
 
     def _connect(
         self, exchange: Exchange, named: dict[str, torch.nn.Parameter], *, average: bool, sparse_as_dense: bool
@@ -82,7 +84,17 @@ class Exchanging(torch.optim.Optimizer):
         self._strategy, self._world = job.job().strategy(self._exchange, shapes)
         self._generation = job.job().generation
         size, careful = self._world.size, self._exchange.capabilities.has_residual
-        self._parameters = Parameters(dense, self._update, ranks=size, divided=self._average, careful=careful)
+        if previous := self.__dict__.get("_parameters"):
+            previous.remove_hooks()
+        self._parameters = Parameters(
+            dense,
+            self._update,
+            self._strategy,
+            ranks=size,
+            divided=self._average,
+            careful=careful,
+            overlaps=self._overlaps,
+        )
 
     def _reconnect(self) -> None:
         """If a host was lost, make the strategy again for the ranks that are left. Collective."""
@@ -96,6 +108,10 @@ class Exchanging(torch.optim.Optimizer):
         """Exchange, then make the wrapped optimizer's step. Collective."""
         self._losses = evaluated(closure)
         if not self.exchanging or not (self._should_synchronize or self._synchronized or self._local):
+            if self._parameters.exchanges_in_backward:  # the ranks end what they have begun
+                self._parameters.discards = True
+                self._run_exchange()
+                self._parameters.discards = False
             step_evaluated(super().step, self._losses, self.param_groups)
             return next(iter(self._losses), None)
         if self._synchronized and self._should_synchronize:
@@ -165,6 +181,9 @@ class Exchanging(torch.optim.Optimizer):
         with self._clock.span("communication"):
             self._exchange_rows()
         sent_bytes = self._strategy.step(self._parameters, 0.0, self._clock).sent_bytes
+        if self._parameters.must_repeat:
+            self._parameters.must_repeat = False
+            sent_bytes += self._strategy.step(self._parameters, 0.0, self._clock).sent_bytes
         self._waited_s = self._clock.take("communication")
         if self._recorded is not None:
             self._recorded.done(

@@ -22,7 +22,6 @@ from hvdtrain.comm.elastic import unsupported
 from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.horovod_api import job
 from hvdtrain.strategies import Reducer, parse
-from hvdtrain.strategies.algorithms.synchronous import reduce
 from hvdtrain.strategies.registry import DEFAULT_REDUCER
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -104,6 +103,6 @@ class Buckets:
             gradients[:] = 0
         gradients /= self._world.size
         vector[-1] = lost
-        reduce(self._world, reducer, vector, gradients.size)
+        self._world.reduce(vector, gradients.size, reducer)
         if vector[-1] > 0:
             gradients[:] = np.inf

@@ -1,7 +1,7 @@
 """`DistributedOptimizer`: Horovod's optimizer, or one that exchanges by a strategy.
 
-With a strategy, `step` exchanges the gradients that backward left in the parameters and then calls the wrapped
-optimizer's step. Nothing is sent during backward, because a strategy sends one vector.
+With a strategy, gradients are exchanged during backward (see `overlap`) or in `step`, which then calls the wrapped
+optimizer's step.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def DistributedOptimizer(
 
     The arguments are Horovod's, and `strategy`, a --strategy string. It defaults to HVDTRAIN_STRATEGY or, if that is
     not set, to Horovod's own exchange. `auto` exchanges exactly for some steps and then chooses; see
-    `automatic.Measuring`. With a strategy, `groups` and `backward_passes_per_step` have no effect, because
-    each step exchanges one vector.
+    `automatic.Measuring`. With a strategy, `groups` and `backward_passes_per_step` have no effect:
+    a step exchanges all gradients that have been accumulated.
 
     Raises Failure for a strategy that scripts cannot use, and ValueError for arguments that cannot be combined with it.
     """

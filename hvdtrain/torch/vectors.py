@@ -12,9 +12,12 @@ import numpy as np
 import torch
 
 from hvdtrain.frameworks.flat_torch import FlatGradients
+from hvdtrain.strategies import Strategy
+from hvdtrain.torch.overlap import Overlap
 
-TAIL = 3
-"""Numbers that follow the gradients: the loss (unknown here), the samples, and whether gradients were not finite"""
+TAIL = 5
+"""Numbers that follow the gradients: the loss (unknown here), `Overlap.is_steady`, `Overlap.changed`, the samples, and
+whether gradients were not finite"""
 
 
 class Parameters:
@@ -28,56 +31,99 @@ class Parameters:
         self,
         named: Mapping[str, torch.nn.Parameter],
         update: Callable[[], None],
+        strategy: Strategy,
         *,
         ranks: int,
         divided: bool,
         careful: bool,
+        overlaps: bool = True,
     ) -> None:
-        """Allocates the vector.
+        """Allocates the vector. Collective.
 
         Args:
             named: The trained parameters.
             update: The optimizer's own step.
+            strategy: Exchanges the vector.
+            ranks: The number of ranks.
             divided: Whether gradients are divided by the number of ranks, so that their sum is the mean.
             careful: Whether the strategy must not see gradients that are not finite.
+            overlaps: Whether the strategy may exchange during backward.
         """
-        self._update = update
+        self._update, self._strategy = update, strategy
         self._ranks, self._divided, self._careful = ranks, divided, careful
         self._parameters = list(named.values())
         devices = {parameter.device for parameter in self._parameters}
-        device = devices.pop() if len(devices) == 1 else torch.device("cpu")
-        self._flat = FlatGradients(self._parameters, TAIL, device)
+        self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+        self._flat = FlatGradients(self._parameters, TAIL, self._device)
+        self._spare: FlatGradients | None = None
+        """Exchanged in turn with the vector, if gradients are views of the other one while they are sent"""
         self._sparse_dims: dict[int, int] = {}
         """Number of sparse dimensions of each gradient that is sparse but exchanged as a dense one, by index"""
         self._requested = self._exchanged = False
         """Whether the strategy asked for the vector in this step; whether the gradients came from it"""
         self.not_finite = False
         """Whether this rank's gradients are known to be not finite"""
+        self._lost = False
+        """Whether gradients that were sent in this step were not finite"""
+        self.discards = self.must_repeat = False
+        """Whether the sums are not used; whether the exchange has to be made again, because gradients have changed"""
+        self._buckets = strategy.buckets(late_tail=True) if overlaps else ()
+        self._overlap = Overlap(self._buckets, self._parameters, self._send) if self._buckets else None
+
+    def remove_hooks(self) -> None:
+        if self._overlap:
+            self._overlap.remove()
+
+    @property
+    def exchanges_in_backward(self) -> bool:
+        """Whether gradients of this step are sent during backward. Equal on all ranks."""
+        return self._overlap is not None and self._overlap.active
 
     # --- for the strategy ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    def _send(self, number: int) -> None:
+        bucket = self._buckets[number]
+        if number == 0:
+            self._lost = False
+            if any(self._is_view(index) for index in range(len(self._parameters))):
+                spare = self._spare or FlatGradients(self._parameters, TAIL, self._device)
+                self._flat, self._spare = spare, self._flat
+        begin, end = self._collect(bucket)
+        ready = self._flat.piece(begin, end)
+        self._strategy.on_bucket_ready(number, self._flat.memory, ready)
+
+    @torch.no_grad()
     def vector(self) -> np.ndarray:
-        self._collect()
-        lost = self.not_finite or (self._careful and not self._finite())
-        if lost:
-            self._flat.gradients.zero_()
-        elif self._divided:
-            self._flat.gradients.div_(self._ranks)
+        overlap, left = self._overlap, range(len(self._parameters))
+        changed = steady = False
+        if overlap is not None:
+            changed, steady = overlap.active and overlap.changed(), overlap.is_steady()
+            if overlap.sent:
+                left = range(self._buckets[overlap.sent - 1].start)
+        if len(left) == len(self._parameters):
+            self._lost = False
+        begin, end = self._collect(left)
+        if wait := self._flat.piece(begin, end):
+            wait()
         self._requested = True
-        return self._flat.vector(torch.from_numpy(self._tail(lost)))
+        self._flat.memory[self._flat.size :] = 0, steady, changed, 1, self._lost
+        return self._flat.memory
 
     def tail(self) -> np.ndarray:
-        return self._tail(False)
-
-    @staticmethod
-    def _tail(lost: bool) -> np.ndarray:
-        return np.array([0.0, 1.0, lost])
+        return np.array([0.0, 0.0, 0.0, 1.0, 0.0])
 
     def share(self) -> tuple[int, int]:
         return 1, self._ranks
 
     def apply(self, lr: float) -> None:
+        if self._requested and self._overlap is not None:
+            _, steady, changed, *_ = self._flat.memory[self._flat.size :]
+            self._overlap.next_step(steady=bool(steady == self._ranks), changed=bool(changed))
+            self.must_repeat = bool(changed) and not self.discards
+        if self.must_repeat or self.discards:
+            self._requested = False
+            return
         self._return_gradients()
         self._update()
 
@@ -93,11 +139,23 @@ class Parameters:
 
     # --- gradients ----------------------------------------------------------------------------------------------
 
-    def _collect(self) -> None:
-        """Copies the gradients into the vector. As in Horovod, a parameter without a gradient counts as zeros."""
+    def _is_view(self, index: int) -> bool:
+        gradient = self._parameters[index].grad
+        return (
+            gradient is not None
+            and not gradient.is_sparse
+            and self._flat.views[index].data_ptr() == gradient.data_ptr()
+        )
+
+    def _collect(self, indices: range) -> tuple[int, int]:
+        """Copies gradients into the vector and returns their place there.
+
+        As in Horovod, a parameter without a gradient counts as zeros. If the strategy is `careful`, so do gradients
+        that are not finite.
+        """
         missing, views, gradients = [], [], []
-        for index, (parameter, view) in enumerate(zip(self._parameters, self._flat.views, strict=True)):
-            gradient = parameter.grad
+        for index in indices:
+            gradient, view = self._parameters[index].grad, self._flat.views[index]
             if gradient is None:
                 missing.append(view)
             elif gradient.is_sparse:
@@ -111,6 +169,15 @@ class Parameters:
             torch._foreach_zero_(missing)
         if views:
             torch._foreach_copy_(views, gradients)
+        begin, end = self._flat.borders[indices.start], self._flat.borders[indices.stop]
+        vector = self._flat.gradients[begin:end]
+        lost = self.not_finite or (self._careful and not _finite(vector))
+        self._lost |= lost
+        if lost:
+            vector.zero_()
+        elif self._divided:
+            vector.div_(self._ranks)
+        return begin, end
 
     @torch.no_grad()
     def _return_gradients(self) -> None:
@@ -119,7 +186,7 @@ class Parameters:
         if not self._exchanged:
             return
         self._flat.take_gradients()
-        if self._flat.tail[-1] > 0:  # some rank's gradients were not finite, so all ranks treat the sum as infinite
+        if self._flat.memory[-1] > 0:  # some rank's gradients were not finite, so all ranks treat the sum as infinite
             self._flat.gradients.fill_(torch.inf)
         for index, (parameter, view) in enumerate(zip(self._parameters, self._flat.views, strict=True)):
             if index in self._sparse_dims:
@@ -132,11 +199,11 @@ class Parameters:
 
     def lost(self) -> bool:
         """Whether the gradients are not finite: the exchanged ones, or this rank's own if nothing was exchanged."""
-        return not self._finite() if self._exchanged else self.not_finite
+        return not _finite(self._flat.gradients) if self._exchanged else self.not_finite
 
-    def _finite(self) -> bool:
-        gradients = self._flat.gradients
-        return not gradients.numel() or math.isfinite(float(torch.linalg.vector_norm(gradients, ord=torch.inf)))
+
+def _finite(gradients: torch.Tensor) -> bool:
+    return not gradients.numel() or math.isfinite(float(torch.linalg.vector_norm(gradients, ord=torch.inf)))
 
 
 def by_name(

@@ -121,7 +121,7 @@ def finish(ranks: Communicator, report: dict[str, Any]) -> None:
 def rejection(ranks: Communicator) -> str:
     """Return why these ranks cannot sum a vector by a reducer; empty if they can."""
     try:
-        ranks.local_reduce(np.ones(1, np.float32))
+        ranks.reduce(np.ones(1, np.float32))
         return ""
     except NotImplementedError as error:
         return str(error)

@@ -34,10 +34,7 @@ def summed(ranks: TcpCommunicator, dtype: str, size: int) -> dict:
     """The sum of a vector over ranks, compared with NumPy's, and the bytes that each rank sent."""
     values = random_vector(dtype, size, ranks.rank)
     before = np.array([ranks.sent_bytes, ranks.local_sent_bytes])
-    ranks.local_reduce(values)
-    if leaders := ranks.leaders:
-        leaders.all_reduce(values)
-    ranks.local_broadcast(values)
+    ranks.reduce(values)
     sent = (np.array([ranks.sent_bytes, ranks.local_sent_bytes]) - before).tolist()
     exact = np.int64 if dtype == "int64" else np.float64
     expected = np.sum([random_vector(dtype, size, rank) for rank in range(ranks.size)], axis=0, dtype=exact)

@@ -100,6 +100,14 @@ class LeaderGroup:
         yield self.index, part.view(np.uint8)
 
 
+class VectorReducer(Protocol):
+    """Sums vectors over hosts: see `strategies.reducers.base`."""
+
+    def all_reduce(self, values: np.ndarray, leaders: LeaderGroup) -> None: ...
+
+    def add_residual(self, values: np.ndarray) -> None: ...
+
+
 class TorchStep:
     """A training step of one rank in PyTorch that exchanges nothing during backward. Backends extend it."""
 
@@ -234,23 +242,19 @@ class Communicator:
     def lost(self) -> None:
         """Interrupt all transfers, because a peer is lost."""
 
-    # --- gradient vectors, reduced in three steps ------------------------------------------------------------------
+    # --- gradient vectors --------------------------------------------------------------------------------------------
 
-    @property
-    def leaders(self) -> LeaderGroup | None:
-        """The leaders of all hosts; None if this rank is not a leader."""
-        return LeaderGroup()
+    def reduce(self, vector: np.ndarray, size: int = 0, reducer: VectorReducer | None = None) -> int:
+        """Sum a vector over all ranks, in place, and return the payload bytes that this rank sent to other hosts.
 
-    def local_reduce(self, vector: np.ndarray) -> None:
-        """Sum a vector over the ranks of each host, in place, into the host's leader.
-
-        Then the leaders reduce it between hosts, and `local_broadcast` follows. Other ranks' vectors do not change.
-        Raises NotImplementedError if this backend cannot reduce vectors.
+        Each host's ranks are summed in its leader, the leaders' sums are reduced, and each host gets the result. The
+        reducer sums the first `size` numbers; those after them are summed exactly. Raises NotImplementedError if this
+        backend cannot reduce vectors.
         """
         self._single_process_only("sum vectors by a reducer")
-
-    def local_broadcast(self, vector: np.ndarray) -> None:
-        """Copy the leader's vector to all ranks of its host, in place."""
+        if reducer is not None:
+            reducer.add_residual(vector[:size])
+        return 0
 
     def _single_process_only(self, action: str) -> None:
         if self.size > 1:

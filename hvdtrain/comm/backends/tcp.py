@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from hvdtrain.comm.backends.base import Communicator, Endpoint, LeaderGroup, Rendezvous
+from hvdtrain.comm.backends.base import Communicator, Endpoint, LeaderGroup, Rendezvous, VectorReducer
 from hvdtrain.comm.backends.shared_memory import SHARED_FROM_BYTES, share_memory
 from hvdtrain.comm.stream import ENDED, MAX_MESSAGE_BYTES, Stream, exchange_ports, listen, open_streams, swap
 from hvdtrain.sentinel import auth
@@ -164,8 +164,6 @@ class TcpCommunicator(Communicator):
         self._leaders = TcpLeaderGroup(self._streams) if self._leader is None else None
         self._shared = share_memory(self._leader, self._members)
         self._scratch = np.empty(0, np.float32)
-        self._counted_bytes = 0
-        """The leaders' `sent_bytes` when the current exchange began"""
 
     def _disconnect(self) -> None:
         # No wait: messages already sent still arrive, and a peer that waits for more notices that this rank is gone.
@@ -212,43 +210,51 @@ class TcpCommunicator(Communicator):
     def sum(self, values: np.ndarray, name: str) -> np.ndarray:
         flat = np.array(values).reshape(-1)
         counted = self.sent_bytes, self.local_sent_bytes
-        self.local_reduce(flat)
-        if self._leaders:
-            self._leaders.all_reduce(flat)
-        self.local_broadcast(flat)
+        self.reduce(flat)
         self.sent_bytes, self.local_sent_bytes = counted
         return flat.reshape(values.shape)
 
     # --- vectors ---------------------------------------------------------------------------------------------------
 
     @property
-    def leaders(self) -> LeaderGroup | None:
+    def leaders(self) -> TcpLeaderGroup | None:
+        """The leaders of all hosts; None if this rank is not a leader."""
         return self._leaders
 
-    def local_reduce(self, vector: np.ndarray) -> None:
-        if self._leaders is not None:
-            self._counted_bytes = self._leaders.sent_bytes
-            self._leaders.max_message_bytes = 2 * vector.nbytes + SLACK_BYTES  # topk sends positions too
-        else:
+    def reduce(self, vector: np.ndarray, size: int = 0, reducer: VectorReducer | None = None) -> int:
+        shared = self._shared if vector.nbytes >= SHARED_FROM_BYTES else None
+        leaders = self._leaders
+        if leaders is None:
             self.local_sent_bytes += vector.nbytes
-        if self._shared is not None and vector.nbytes >= SHARED_FROM_BYTES:
-            self._shared.reduce(vector)
-        elif self._leader is not None:
-            swap(self._leader, vector, None)
-        else:
-            if self._members and self._scratch.nbytes != vector.nbytes:
+            if shared is not None:
+                shared.reduce(vector)
+                shared.broadcast(vector)
+            else:
+                swap(self._leader, vector, None)
+                swap(None, None, self._leader, vector)
+            return 0
+        before = leaders.sent_bytes
+        leaders.max_message_bytes = 2 * vector.nbytes + SLACK_BYTES  # topk sends positions too
+        if shared is not None:
+            shared.reduce(vector)
+        elif self._members:
+            if self._scratch.nbytes != vector.nbytes:
                 self._scratch = np.empty_like(vector)
             for member in self._members:
                 vector += swap(None, None, member, self._scratch.view(vector.dtype))
-
-    def local_broadcast(self, vector: np.ndarray) -> None:
-        if self._shared is not None and vector.nbytes >= SHARED_FROM_BYTES:
-            self._shared.broadcast(vector)
-        elif self._leader is not None:
-            swap(None, None, self._leader, vector)
+        if vector.size > size:
+            leaders.all_reduce(vector[size:])
+        if reducer is not None and size:
+            if leaders.count > 1:
+                reducer.all_reduce(vector[:size], leaders)
+            else:
+                reducer.add_residual(vector[:size])
+        if shared is not None:
+            shared.broadcast(vector)
         else:
             for member in self._members:
                 swap(member, vector, None)
-        if self._leaders is not None:
-            self.sent_bytes += self._leaders.sent_bytes - self._counted_bytes
-            self.local_sent_bytes += vector.nbytes * len(self._members)
+        sent = leaders.sent_bytes - before
+        self.sent_bytes += sent
+        self.local_sent_bytes += vector.nbytes * len(self._members)
+        return sent

@@ -23,7 +23,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +33,7 @@ from hvdtrain.comm.errors import PeerLost
 from hvdtrain.config.constraints import Checked, bounded
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Clock
-from hvdtrain.strategies.algorithms.synchronous import Synchronous, reduce, reducer_state
+from hvdtrain.strategies.algorithms.synchronous import Synchronous, summed_cost
 from hvdtrain.strategies.base import Capabilities, ReducerCost
 from hvdtrain.strategies.cost import Cost, Layout, Shape
 from hvdtrain.strategies.reducers.base import Reducer
@@ -90,7 +90,6 @@ class LocalSGD(Synchronous):
     ) -> None:
         super().__init__(world, shapes, config, settings, reducer)
         self._outer_lr, self._outer_momentum = np.float32(settings.outer_lr), np.float32(settings.outer_momentum)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdtrain-exchange")
         self._in_flight: collections.deque[InFlight] = collections.deque()
         self._steps = 0  # of the whole run
         self._drifted, self._samples, self._all_samples = 0, 0, 0  # steps and samples of the current round
@@ -100,7 +99,7 @@ class LocalSGD(Synchronous):
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, reducer_cost: ReducerCost) -> Cost:
-        cost = super().cost(shapes, layout, settings, reducer_cost)
+        cost = summed_cost(reducer_cost([range(len(shapes))]), layout)
         phases = tuple(dataclasses.replace(phase, needed_at=1.0 + settings.staleness) for phase in cost.phases)
         return Cost(phases=phases, every=settings.every)
 
@@ -116,6 +115,9 @@ class LocalSGD(Synchronous):
     @property
     def common_weights(self) -> np.ndarray | None:
         return None if self.in_sync else self._anchor
+
+    def buckets(self, *, late_tail: bool = False) -> list[range]:
+        return []
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         tail, (samples, all_samples) = replica.tail(), replica.share()
@@ -161,12 +163,12 @@ class LocalSGD(Synchronous):
     def _exchange(self, change: np.ndarray, before: dict[str, np.ndarray]) -> int:
         """Runs in the background. Returns the payload bytes sent."""
         if not self._world.elastic:
-            return reduce(self._world, self._reducer, change, self._size)
+            return self._world.reduce(change, self._size, self._reducer)
         if self._world.suspended:
             raise PeerLost("an earlier exchange was interrupted")
         before |= self._reducer.state() or {"none": np.zeros(0)}
         try:
-            sent = reduce(self._world, self._reducer, change, self._size)
+            sent = self._world.reduce(change, self._size, self._reducer)
             self._world.confirm()
         except PeerLost:
             self._world.lost()
@@ -298,3 +300,8 @@ class LocalSGD(Synchronous):
         residual = self._reducer.reshard_state([reducer_state(state) for state in states], first)
         own = states[self._world.rank if len(states) == self._world.size else 0]
         return own | {f"inner.{name}": array for name, array in residual.items()}
+
+
+def reducer_state(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the reducer's part of the state."""
+    return {name.removeprefix("inner."): array for name, array in state.items() if name.startswith("inner.")}

@@ -1,0 +1,99 @@
+"""Check that Keras' fit and tapes exchange in buckets as backward computes them, with the sums of one process.
+
+Each rank has its own loopback address, as on several hosts. Every check raises if it fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvdtrain.keras
+import hvdtrain.tensorflow as hvd
+from hvdtrain.comm import world
+from hvdtrain.comm.backends.base import Endpoint
+from hvdtrain.strategies.algorithms.synchronous import Synchronous
+
+launched = world.RankGroup.launched
+world.RankGroup.launched = classmethod(
+    lambda cls, env, *limit: dataclasses.replace(
+        launched(env, *limit), endpoint=Endpoint(f"127.0.0.{1 + env.rank}", "lo", True)
+    )
+)
+WIDTH, STEPS, LR = 80, 6, 0.05
+reported: list[int] = []
+summed = Synchronous._summed
+
+
+def noting(self: Any, *arguments: Any) -> Any:
+    reported.append(len(self._pending))
+    return summed(self, *arguments)
+
+
+Synchronous._summed = noting  # type: ignore[method-assign]
+
+
+def model() -> Any:
+    keras.utils.set_random_seed(1)
+    return keras.Sequential(
+        [keras.layers.Input((WIDTH,)), *(keras.layers.Dense(WIDTH, activation="tanh") for _ in range(4))]
+    )
+
+
+def data(ranks: range) -> np.ndarray:
+    """The samples of these ranks for each step, of shape (steps, samples, WIDTH)."""
+    draws = [np.random.default_rng(rank).normal(size=(STEPS, 8, WIDTH)).astype(np.float32) for rank in ranks]
+    return np.concatenate(draws, axis=1)
+
+
+def loss_of(net: Any, inputs: Any) -> Any:
+    return tf.reduce_mean(tf.square(net(inputs) - 1.0))
+
+
+def weights(net: Any) -> np.ndarray:
+    return np.concatenate([each.numpy().reshape(-1) for each in net.trainable_variables])
+
+
+def by_tape(net: Any, graph: bool) -> np.ndarray:
+    """Gradients of the first step are kept, and must not change in later ones."""
+    kept: list[Any] = []
+
+    def step(inputs: Any) -> list[Any]:
+        with tf.GradientTape() as tape:
+            loss = loss_of(net, inputs)
+        gradients = hvd.DistributedGradientTape(tape).gradient(loss, net.trainable_variables)
+        for variable, gradient in zip(net.trainable_variables, gradients, strict=True):
+            variable.assign_sub(LR * gradient)
+        return gradients
+
+    run = tf.function(step, autograph=False) if graph else step
+    for inputs in data(range(hvd.rank(), hvd.rank() + 1)):
+        kept.append([(each, np.array(each)) for each in run(tf.constant(inputs))])
+    assert all(np.array_equal(each, copy) for step in kept for each, copy in step)
+    return weights(net)
+
+
+hvd.init()
+single = model()
+for inputs in data(range(hvd.size())):
+    with tf.GradientTape() as tape:
+        loss = loss_of(single, inputs)
+    for variable, gradient in zip(
+        single.trainable_variables, tape.gradient(loss, single.trainable_variables), strict=True
+    ):
+        variable.assign_sub(LR * gradient)
+expected = weights(single)
+for graph in (True, False):
+    np.testing.assert_allclose(by_tape(model(), graph), expected, rtol=2e-5, atol=2e-6)
+net, own = model(), data(range(hvd.rank(), hvd.rank() + 1)).reshape(-1, WIDTH)
+net.compile(hvdtrain.keras.DistributedOptimizer(keras.optimizers.SGD(LR)), loss="mse", run_eagerly=False)
+net.fit(own, np.ones_like(own), batch_size=8, epochs=1, shuffle=False, verbose=0)
+np.testing.assert_allclose(weights(net), expected, rtol=2e-5, atol=2e-6)
+assert reported == [4] * 3 * STEPS, reported

@@ -8,7 +8,6 @@ import runpy
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fake_hosts
@@ -105,9 +104,6 @@ class Timed:
         self.statistic[:] = state["statistic"]
 
 
-STRATEGY: Any = SimpleNamespace(paused=False)
-
-
 class Ranks:
     """The part of a world that measuring needs, on the threads of fake_hosts."""
 
@@ -129,7 +125,7 @@ def test_with_measured_shares_all_ranks_end_at_the_same_time(speeds: list[tuple[
     def rank(hosts: Any) -> tuple[tuple[float, ...], float]:
         replica = Timed(clock, *speeds[hosts.index])
         loader = Loader(split, global_batch=48 * size, rank=hosts.index, size=size, seed=0)
-        shares = measure(Ranks(hosts), STRATEGY, replica, loader.first_of).shares  # type: ignore[arg-type]
+        shares = measure(Ranks(hosts), replica, loader.first_of).shares  # type: ignore[arg-type]
         assert replica.statistic == 0
         return shares, sum(loader.divided(shares).rank_samples)
 

@@ -42,6 +42,7 @@ from hvdtrain.comm.errors import PeerLost, lost_peer
 from hvdtrain.comm.stream import Stream
 from hvdtrain.comm.world import RankGroup, connect
 from hvdtrain.config.options import TrainConfig
+from hvdtrain.observe.timing import Clock
 from hvdtrain.sentinel import auth
 from hvdtrain.system.exits import Failure
 
@@ -398,3 +399,54 @@ def test_hosts_that_share_a_name_are_distinguished_by_address(hosts: int) -> Non
         return len(strategy.buckets())
 
     assert at_once([functools.partial(parts, each) for each in meetings(2)]) == [4 * (hosts - 1)] * 2
+
+
+class Replica:
+    """`strategies.Vectors` whose gradients are given."""
+
+    def __init__(self, gradients: np.ndarray) -> None:
+        self.memory = np.append(gradients, [0, 1, 0]).astype(np.float32)
+
+    def vector(self) -> np.ndarray:
+        return self.memory
+
+    def apply(self, lr: float) -> None:
+        """There are no weights."""
+
+
+def test_all_ranks_use_the_number_of_buckets_that_was_fastest_and_keep_it_after_a_resume() -> None:
+    shapes = [(64, 80)] * 4
+    random = np.random.default_rng(7)
+    gradients = random.normal(size=(40, 2, 4 * 64 * 80)).astype(np.float32)
+
+    def rank(rendezvous: ThreadRendezvous) -> tuple[list[int], list[int], bool, float]:
+        group = RankGroup(rendezvous, None, reach(rendezvous.rank))
+        ranks = [connect("torch", backend="tcp", group=group) for _ in range(2)]
+        made = [strategies.parse("int8").make(TrainConfig(buckets=0), each, shapes) for each in ranks]
+        reported = [strategy.buckets() for strategy in made]
+        counts, errors, equal = [], [], True
+
+        def step(strategy: strategies.Strategy, number: int) -> np.ndarray:
+            replica = Replica(gradients[number, rendezvous.rank])
+            for bucket in range(len(reported[0])):
+                strategy.on_bucket_ready(bucket, replica.memory)
+            strategy.step(replica, 0.1, Clock())
+            return replica.memory
+
+        for number in range(40):
+            if number in (10, 35):  # the second strategy continues from here, in and after the trial
+                made[1].load({name: array.copy() for name, array in made[0].state().items()})
+            counts.append(len(made[0]._buckets))
+            summed = step(made[0], number)
+            if number in (10, 35):
+                equal &= np.array_equal(summed, step(made[1], number))
+            errors.append(float(np.abs(summed[:-3] - gradients[number].sum(0)).max()))
+        state = made[0].state()["buckets"].tolist()
+        for each in ranks:
+            each.shutdown()
+        return counts, state, equal, max(errors)
+
+    (counts, state, equal, error), other = at_once([functools.partial(rank, each) for each in meetings(2)])
+    assert counts[3:27:4] == [1, 2, 4, 4, 2, 1] and set(counts[27:]) == {state[1]} and state[0] == -1
+    assert counts == other[0] and equal and other[2]
+    assert error < 0.2  # int8 rounds to 1/127 of the largest of 64 numbers

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import statistics
@@ -40,22 +41,22 @@ STRATEGIES = ("hierarchical", "powersgd:rank=4", "local-sgd:every=2,staleness=1+
 WARMUP = 8
 """Steps that are not counted: a script overlaps from the third step on"""
 MODEL = ["--width", "0.25", "--image-size", "96"]
-BATCH = 32
+BATCH, TRAINING_IMAGES = 32, 1437
 
 
 def step_s(options: argparse.Namespace, kind: str, framework: str, hosts: int, strategy: str, buckets: str) -> float:
     """Run the workload or the script, and return the median seconds of a step."""
     names = ",".join(f"{host}:1" for host in NAMES[:hosts])
     python, folder = sys.executable, options.out / "run"
+    epochs = str(math.ceil(hosts * BATCH * options.steps / TRAINING_IMAGES))
     shutil.rmtree(folder, ignore_errors=True)
     if kind == "workload":
-        samples = str(hosts * BATCH * options.steps)
         program = ["-m", "hvdtrain.resnet", "--framework", framework, *MODEL, "--batch-size", str(BATCH)]
-        program += ["--epochs", "1", "--epoch-samples", samples, "--strategy", strategy, "--run-dir", str(folder)]
+        program += ["--epochs", epochs, "--strategy", strategy, "--run-dir", str(folder)]
         program += ["--checkpoint-epochs", "0", "--evaluate-samples", "64"]
     else:
         program = [str(ROOT / "tools" / "bare_loop.py"), framework, "--library", "hvdtrain", *MODEL]
-        program += ["--warmup", str(WARMUP), "--epochs", str(-(-hosts * BATCH * options.steps // 1437))]
+        program += ["--warmup", str(WARMUP), "--epochs", epochs]
     launcher = ["launch/mpirun.sh", "--quiet", "-np", str(hosts), "-H", names, python, *program]
     command = [f"{ROOT}/tools/cluster.sh", "exec", "--name", options.name, "a", "--", *launcher]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HVDTRAIN_STRATEGY": strategy, "HVDTRAIN_RECORD": "0"}
@@ -67,7 +68,9 @@ def step_s(options: argparse.Namespace, kind: str, framework: str, hosts: int, s
     if kind == "script":
         return float(json.loads(done.stdout.splitlines()[-1])["step_s"])
     steps = [each for each in records.read(folder / "metrics" / "rank0000.jsonl") if isinstance(each, records.Step)]
-    return statistics.median(each.compute_s + (each.communication_s or 0.0) for each in steps[WARMUP:])
+    return statistics.median(
+        each.compute_s + (each.communication_s or 0.0) for each in steps[WARMUP:] if each.samples == BATCH
+    )
 
 
 def compared(options: argparse.Namespace, framework: str, rate: str, hosts: int, strategy: str) -> dict[str, Any]:

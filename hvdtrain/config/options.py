@@ -153,6 +153,10 @@ class Communication:
     """Format of activations between stages
 
     It applies to their gradients too. bf16 sends half the bytes, int8 a quarter, scaled per 64 numbers."""
+    buckets: int = bounded(0, least=0, most=4)
+    """Parts of the gradients that are exchanged during backward; 0: the fastest number
+
+    Reducers only. The first 27 steps try 1, 2 and 4. Runs that must have equal bits need a number."""
     stall_limit: float = bounded(60.0, least=0)
     """Seconds before a stalled exchange is reported; 0: never
 
@@ -258,7 +262,15 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
     RARE: ClassVar[tuple[str, ...]] = (
         *("epoch_samples", "clip_norm", "ema", "compile", "threads"),
         *("stages", "micro_batches", "cut_at", "stage_across", "stage_order", "activations"),
-        *("stall_limit", "check_replicas", "checkpoint_steps", "keep_checkpoints", "evaluate_samples", "monitor_ms"),
+        *(
+            "buckets",
+            "stall_limit",
+            "check_replicas",
+            "checkpoint_steps",
+            "keep_checkpoints",
+            "evaluate_samples",
+            "monitor_ms",
+        ),
         *("monitor_idle_s", "profile", "horovod_timeline", "inference", "tensorboard", "debug"),
     )
     """Options that help lists by name only"""

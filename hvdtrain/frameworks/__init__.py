@@ -21,6 +21,8 @@ class Replica(Vectors, Protocol):
 
     device: str
     """Name for people and records: 'cpu', 'cuda:0' ..."""
+    reports: bool
+    """Whether `backward` reports buckets of gradients to the strategy, so that their exchange starts"""
     statistics: Mapping[str, float]
     """Momentum of each array of `local_state` that is a running statistic, see `statistics_of`"""
 

@@ -28,7 +28,7 @@ class PipelineTorch(Parted, TorchReplica):
         self._samples = batch.weight, batch.total_weight
         self._mean_of = (batch.weight if self._local else batch.total_weight) / self._step.loss_factor
         tail = torch.from_numpy(self._pipe.train(self, batch, stop)).to(self._device)
-        self._tail = self._world.start_sum(tail, "step.totals")
+        self._tail = self._world.in_framework.start_sum(tail, "step.totals")
 
     def through(self, number: int, batch: Batch, inputs: np.ndarray | None) -> tuple[np.ndarray | None, Any]:
         arrays = self._tensors(self._given(batch, inputs))

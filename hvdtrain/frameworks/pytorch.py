@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.comm.backends.base import Communicator, TorchStep
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.backends.framework import TorchStep
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.frameworks import Profiler, statistics_of
@@ -51,6 +52,7 @@ class TorchReplica:
 
     _hooks: GradientHooks | None = None
     """None if the strategy reads the gradients after backward"""
+    reports = True
     one_backward = True
     """Whether each step runs backward once, so that gradients are final when they are computed"""
 
@@ -84,7 +86,7 @@ class TorchReplica:
         self._step = TorchStep(self._model, optimizer)
         self._local, self._flat = strategy.capabilities.local_updates, None
         if strategy.capabilities.in_backward:
-            self._step = world.overlapped(self._model, optimizer, strategy.settings)
+            self._step = world.in_framework.overlapped(self._model, optimizer, strategy.settings)
         else:
             self._flat = Flat([each for _, each in trained], metric.size + 1, self._device)
             self.use(strategy)
@@ -113,6 +115,8 @@ class TorchReplica:
         flat = self._flat
 
         def report(number: int) -> None:
+            if not self.reports:
+                return
             begin, end = flat.borders[buckets[number].start], flat.borders[buckets[number].stop] if number else None
             strategy.on_bucket_ready(number, flat.memory, flat.piece(begin, end))
 
@@ -134,7 +138,7 @@ class TorchReplica:
         with self._autocast:
             loss, sums = self._step.loss(*self._tensors(batch.arrays))
         tail = torch.cat([*self._numbers(loss, sums), torch.tensor([batch.weight, stop]).to(loss)])
-        self._tail = self._world.start_sum(tail, "step.totals")
+        self._tail = self._world.in_framework.start_sum(tail, "step.totals")
         self._samples = batch.weight, batch.total_weight
         mean_of = batch.weight if self._local else batch.total_weight
         if self._hooks and self._flat:
@@ -153,7 +157,7 @@ class TorchReplica:
         return self._flat.memory if self._hooks else self._flat.vector(self._tail)
 
     def tail(self) -> np.ndarray:
-        return np.asarray(self._world.finish_sum(self._tail).cpu().numpy(), dtype=np.float64)
+        return np.asarray(self._world.in_framework.finish_sum(self._tail).cpu().numpy(), dtype=np.float64)
 
     def share(self) -> tuple[int, int]:
         return self._samples

@@ -97,6 +97,7 @@ class TensorFlowReplica:
     `loss` whose second axis differs in length between batches.
     """
 
+    reports = True
     one_backward = True
     """Whether each step runs backward once, so that gradients are final when they are computed"""
 
@@ -134,7 +135,7 @@ class TensorFlowReplica:
         arrays = [tf.constant(array) for array in batch.arrays]
         if self._backward_graph is None:
             self._backward_graph = tf.function(
-                lambda arrays, numbers: self._world.run(self._backward, arrays, numbers),
+                lambda arrays, numbers: self._world.in_framework.run(self._backward, arrays, numbers),
                 input_signature=[self._any_length(arrays), tf.TensorSpec([4], tf.float32)],
                 autograph=False,
             )
@@ -165,7 +166,7 @@ class TensorFlowReplica:
             loss, sums = self._model.loss(*arrays, training=True)
             mean = loss / mean_of * self._scale
         tail = tf.concat([self._numbers((loss, sums), loss.dtype), [samples, stop]], 0)
-        tail = self._world.graph_sum(tail, "step.totals")
+        tail = self._world.in_framework.graph_sum(tail, "step.totals")
         weights = list(self._weights.values())
         if not self._in_backward:
             gradients = dense(tape.gradient(mean, weights), weights)
@@ -173,7 +174,7 @@ class TensorFlowReplica:
                 return gradients, tail
             self._report(gradients, tail)
             return [], tail
-        self._apply(dense(self._world.summed_gradients(tape, mean, weights), weights), lr)
+        self._apply(dense(self._world.in_framework.summed_gradients(tape, mean, weights), weights), lr)
         return [], tail
 
     def _report(self, gradients: list[tf.Tensor], tail: tf.Tensor) -> None:
@@ -189,7 +190,8 @@ class TensorFlowReplica:
             def report(*arrays: np.ndarray, number: int = number, begin: int = begin) -> None:
                 size = sum(array.size for array in arrays)
                 np.concatenate([array.reshape(-1) for array in arrays], out=self._vector[begin : begin + size])
-                self._strategy.on_bucket_ready(number, self._vector)
+                if self.reports:
+                    self._strategy.on_bucket_ready(number, self._vector)
 
             with tf.control_dependencies(before):
                 before = [tf.numpy_function(report, arrays, [])]
@@ -255,7 +257,7 @@ class TensorFlowReplica:
         arrays = [tf.constant(array) for array in batch.arrays]
         if training not in self._forward_graphs:
             self._forward_graphs[training] = tf.function(
-                lambda arrays: self._world.run(
+                lambda arrays: self._world.in_framework.run(
                     lambda *each: self._numbers(self._model.loss(*each, training=training), tf.float64), *arrays
                 ),
                 input_signature=[self._any_length(arrays)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import os
 import socket
 import threading
 import weakref
@@ -23,8 +24,11 @@ from hvdtrain.system.exits import Failure
 
 
 def fresh(exchange: Exchange, world: Communicator, shapes: Sequence[Shape]) -> Strategy:
-    """A new strategy for arrays of these shapes."""
-    return exchange.make(TrainConfig(strategy=str(exchange)), world, shapes)
+    """A new strategy for arrays of these shapes. HVDTRAIN_BUCKETS has the meaning of --buckets."""
+    text = os.environ.get("HVDTRAIN_BUCKETS", "0")
+    if text not in ("0", "1", "2", "3", "4"):
+        raise Failure(f"HVDTRAIN_BUCKETS={text}: must be a number from 0 to 4", exits.BAD_CONFIG)
+    return exchange.make(TrainConfig(strategy=str(exchange), buckets=int(text)), world, shapes)
 
 
 class Job:
@@ -106,7 +110,7 @@ class Job:
         """This rank's script has ended. Ranks that still wait for it get an error, but not in an elastic job."""
         if self.elastic is None:
             for strategy in self._strategies:
-                strategy.wait_idle()
+                strategy.abandon()
             for world in self._tcp_worlds():
                 world.leave()
             self.calls.close()
@@ -131,7 +135,7 @@ class Job:
         if self.elastic is not None:
             self.interrupt()
             for strategy in self._strategies:  # their threads no longer use the connections
-                strategy.wait_idle()
+                strategy.abandon()
         for world in self._worlds:
             world.shutdown()
         self._worlds.clear()

@@ -41,6 +41,11 @@ class Capabilities:
     """Whether optimizer states differ between ranks although the weights are equal"""
     elastic: bool = False
     """Whether the ranks can continue if a host is lost"""
+    saves_anytime: bool = False
+    """Whether a checkpoint can be made while the ranks are not in sync, from `common_weights`, `state` and each rank's
+    own weights. Otherwise it waits"""
+    reshard_refusal: str = ""
+    """Why `reshard_state` is impossible for another number of ranks; empty if it is possible"""
     has_residual: bool = False
     """Whether gradients of one step are used in a later one"""
 
@@ -50,7 +55,8 @@ class Strategy(abc.ABC):
 
     Settings: ClassVar[type[Any]] = Checked
     """Dataclass of the settings that follow the colon"""
-    capabilities: ClassVar[Capabilities] = Capabilities()
+    capabilities: Capabilities = Capabilities()
+    """An instance may have others than its class, because of its settings"""
 
     def __init__(
         self, world: Communicator, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
@@ -58,8 +64,6 @@ class Strategy(abc.ABC):
         """`shapes`: shapes of the trainable arrays, in the model's order. `settings`: an instance of `Settings`.
         `reducer`: the reducer, if the strategy takes one."""
         self.settings = settings
-        self.paused = False
-        """While True, gradients that `on_bucket_ready` receives are not exchanged"""
         self._world, self._shapes, self._held = world, shapes, reducer
         self._size = elements(shapes)  # numbers of the gradients; the vector's tail follows them
 
@@ -69,22 +73,11 @@ class Strategy(abc.ABC):
         return True
 
     @property
-    def shared_weights(self) -> np.ndarray | None:
-        """The weights that all ranks know while their own weights differ, as one float32 vector.
-
-        With them, `state` and each rank's own weights, a checkpoint can be made between exchanges. None while the ranks
-        are `in_sync`, and for a strategy whose checkpoints have to wait until they are.
-        """
-        return None
-
-    @property
     def common_weights(self) -> np.ndarray | None:
-        """The weights from which all ranks have trained on their own since; None if those of the replica are equal."""
-        return self.shared_weights
+        """The weights from which all ranks have trained on their own since, as one float32 vector.
 
-    @property
-    def reshard_refusal(self) -> str | None:
-        """Why `reshard_state` is impossible for another number of ranks; None if it is possible."""
+        None while the ranks are `in_sync`.
+        """
         return None
 
     def reshard_state(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -136,11 +129,23 @@ class Strategy(abc.ABC):
         """Wait for exchanges under way and give all ranks the same weights, before an evaluation. Collective."""
         return Exchanged()
 
-    def abandon(self) -> None:  # noqa: B027 (only elastic ones)
-        """Undo the part of a step that a lost host interrupted, so that it can be repeated."""
+    def state(self, *, newcomer: bool = False) -> dict[str, np.ndarray]:
+        """Return what this rank needs to continue as if it had never been interrupted.
 
-    def wait_idle(self) -> None:  # noqa: B027 (most exchange nothing in the background)
-        """Wait until the exchanges in the background have ended or failed."""
+        `newcomer`: the part of it that another rank needs to take part from the next exchange on.
+        """
+        return {}
+
+    def load(self, state: dict[str, np.ndarray]) -> None:  # noqa: B027 (most have no state)
+        """Restore what `state` returned."""
+
+    # --- the members of an elastic job change ----------------------------------------------------------------------
+
+    def abandon(self) -> None:  # noqa: B027 (only elastic ones)
+        """Wait until nothing is exchanged in the background. Undo what an interrupted step has changed.
+
+        Called when a host is lost, possibly more than once.
+        """
 
     def settle(self, replica: Vectors, counts: bool) -> Exchanged:
         """Keep or undo the exchanges that a lost host interrupted in the background.
@@ -149,23 +154,10 @@ class Strategy(abc.ABC):
         """
         return Exchanged()
 
-    def regroup(self) -> None:  # noqa: B027 (only elastic ones)
-        """Prepare for exchanges with other members, which have all done the same number of steps. Collective."""
+    def regroup(self, replica: Vectors, state: dict[str, np.ndarray] | None = None) -> None:
+        """Prepare for exchanges with other members, which have all done the same number of steps. Collective.
 
-    def newcomer_state(self) -> dict[str, np.ndarray]:
-        """Return the part of `state` that a rank needs to take part from the next exchange on."""
-        return self.state()
-
-    def welcome(self, replica: Vectors, state: dict[str, np.ndarray]) -> None:
-        """Take part from the next step on. `replica` has the weights that all ranks share.
-
-        `state`: a member's `newcomer_state`.
+        In a new rank, `state` is a member's `state(newcomer=True)`, and `replica` has the weights that all ranks share.
         """
-        self.load(state)
-
-    def state(self) -> dict[str, np.ndarray]:
-        """Return what this rank needs to continue as if it had never been interrupted."""
-        return {}
-
-    def load(self, state: dict[str, np.ndarray]) -> None:  # noqa: B027 (most have no state)
-        """Restore what `state` returned."""
+        if state is not None:
+            self.load(state)

@@ -31,7 +31,6 @@ import numpy as np
 
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config.options import TrainConfig
-from hvdtrain.strategies.base import Strategy
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
@@ -137,9 +136,7 @@ def _completed(values: Sequence[float | None], measured: Sequence[float]) -> np.
     return np.array([value or factor * share for value, share in zip(values, measured, strict=True)])
 
 
-def measure(
-    world: Communicator, strategy: Strategy, replica: Any, batch_of: Callable[[Sequence[float] | None], Any]
-) -> Measurement:
+def measure(world: Communicator, replica: Any, batch_of: Callable[[Sequence[float] | None], Any]) -> Measurement:
     """Measure the shares with which all ranks compute their part in the same time. Collective.
 
     Only backward passes run, without any exchange, so `replica` (a `frameworks.Replica`) does not change.
@@ -148,14 +145,14 @@ def measure(
     if world.size == 1:
         return Measurement(shares=(1.0,), noise=0.0, agreed=True, trials=0)
     local_state = {name: array.copy() for name, array in replica.local_state().items()}
-    strategy.paused = True
+    replica.reports = False
     _backward_s(replica, batch_of(None))  # compiles, and fills caches
     measured, before = _measurement(world, replica, batch_of(None)), (1 / world.size,) * world.size
     for _ in range(MAX_MEASUREMENTS - 1):
         if np.allclose(measured.shares, before, rtol=measured.noise):
             break
         before, measured = measured.shares, _measurement(world, replica, batch_of(measured.shares))
-    strategy.paused = False
+    replica.reports = True
     replica.load_local(local_state)
     return measured
 

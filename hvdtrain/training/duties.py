@@ -123,7 +123,7 @@ class Save:
 
     def is_due(self, last: bool) -> bool:
         state = self._state
-        savable = state.strategy.in_sync or state.strategy.shared_weights is not None
+        savable = state.strategy.in_sync or state.strategy.capabilities.saves_anytime
         return savable and (state.due.stop or (state.due.save and not last))
 
     def run(self) -> float:

@@ -198,7 +198,7 @@ class Job:
         source, shares = "from this run's earlier steps", self.ranks.gather(earlier and earlier.plan.get("shares"))[0]
         shares = tuple(shares) if shares and len(shares) == self.ranks.size else None
         if shares is None:
-            measurement = unequal_shares.measure(self.ranks, self.strategy, replica, self.loader.first_of)
+            measurement = unequal_shares.measure(self.ranks, replica, self.loader.first_of)
             source, shares = str(measurement), measurement.shares
         loader, plan = self.loader.divided(shares), dataclasses.replace(self.run.plan, shares=shares)
         fact = f"{summary.show_shares(shares, loader.rank_samples)}, {source}"

@@ -151,7 +151,7 @@ class Loop:
             done.append(state.strategy.synchronize(self._replica, clock))
         if self._config.ema and any(each.totals is not None for each in done):  # all ranks know the same weights
             with clock.span("compute"):
-                self._replica.average(at.averaging_decay(self._config.ema), state.strategy.shared_weights)
+                self._replica.average(at.averaging_decay(self._config.ema), state.strategy.common_weights)
         for each in done:
             state.learn(each)  # short epochs may end before a request arrives in a step
         if not math.isfinite(done[0].loss):

@@ -61,7 +61,7 @@ def _difference(job: Job, path: Path) -> str | None:
     ranks, framework = kept.plan.get("ranks"), kept.config.get("framework", run.config.framework)
     if differences := identity.differing(before, json.loads(json.dumps(run.identity()))):
         return f"was made with other settings: {'; '.join(differences)}; hint: use the same settings"
-    refusal = job.strategy.reshard_refusal if job.strategy else None
+    refusal = job.strategy.capabilities.reshard_refusal if job.strategy else None
     if refusal and ranks != run.plan.ranks:
         return (
             f"was made by {ranks} ranks, not {run.plan.ranks}, and with --strategy {run.config.strategy} {refusal}; "

@@ -99,6 +99,8 @@ class ElasticMembership(Membership):
         """Whether other ranks have done more steps since the members changed. This rank does them without exchanging"""
         self._rounded = False
         """Whether the optimizer's state was rounded since the last division"""
+        self._received: dict[str, np.ndarray] | None = None
+        """In a new rank, the strategy's state, until it takes part"""
         self._pace: list[float] = []
 
     def begin(self) -> None:
@@ -179,14 +181,15 @@ class ElasticMembership(Membership):
             try:
                 if world.broken:
                     world.lost()
-                    state.strategy.wait_idle()
+                    state.strategy.abandon()
                     counts = world.recover()
                     state.learn(state.strategy.settle(state.replica, counts))
                 self._behind = world.step < world.target and not world.joining
                 if self._behind:
                     return False
                 self._hand_over()
-                state.strategy.regroup()
+                state.strategy.regroup(state.replica, self._received)
+                self._received = None
                 self._divide(time.perf_counter() - self._noticed_s)
             except PeerLost:
                 world.lost()
@@ -228,7 +231,7 @@ class ElasticMembership(Membership):
         document = json.loads(zlib.decompress(arrays.pop(DOCUMENT).tobytes()))
         position = Position(**document["position"])
         state.use(position.strategy)
-        snapshot.welcome(arrays, state.replica, state.strategy)
+        self._received = snapshot.welcome(arrays, state.replica)
         state.at, state.due = position, Due(**document["due"])
         self._world.step = state.at.step
         elastic.copy_records(state.folder, state.number, document["files"])

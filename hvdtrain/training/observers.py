@@ -15,6 +15,7 @@ from typing import Any
 
 from hvdtrain import records
 from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.backends.horovod import HorovodCommunicator
 from hvdtrain.comm.launch_env import LaunchEnv
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.frameworks import Profiler, Replica
@@ -145,14 +146,16 @@ class Observers:
     @contextlib.contextmanager
     def _timeline(self, start: int) -> Iterator[None]:
         """Start the timeline on rank 0. A barrier makes sure that no rank submits a tensor before that."""
-        if self._world.rank == 0:
+        horovod = self._world
+        assert isinstance(horovod, HorovodCommunicator), "checked with the options"
+        if horovod.rank == 0:
             name = f"horovod_timeline{f'-from-{start}' if start else ''}.json"
-            self._world.start_timeline(self._outputs() / name)
+            horovod.start_timeline(self._outputs() / name)
         self._world.gather("timeline")
         self._say("note: the thread that writes Horovod's timeline never sleeps, so this run is slower than others")
         yield
-        if self._world.rank == 0:
-            self._world.stop_timeline()
+        if horovod.rank == 0:
+            horovod.stop_timeline()
 
     def _outputs(self) -> Path:
         folder = self._folder / "profile"

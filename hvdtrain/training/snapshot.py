@@ -25,11 +25,12 @@ def taken(replica: Replica, strategy: Strategy) -> tuple[Arrays, Arrays]:
     between ranks (`own.`), and all weights while they differ between ranks (`drift.`).
     """
     drift = {}
-    if strategy.shared_weights is None:
+    common = strategy.common_weights if strategy.capabilities.saves_anytime else None
+    if common is None:
         shared = replica.state()
     else:
         drift["drift.weights"] = replica.weights().copy()
-        replica.set_weights(strategy.shared_weights)
+        replica.set_weights(common)
         shared = {name: array.copy() for name, array in replica.state().items()}
         replica.set_weights(drift["drift.weights"])
     local = {f"buffer.{name}": array for name, array in replica.local_state().items()}
@@ -53,11 +54,11 @@ def for_newcomers(replica: Replica, strategy: Strategy) -> Arrays:
     }
     replica.set_weights(own)
     state |= {f"buffer.{name}": array for name, array in replica.local_state().items()}
-    return state | {f"strategy.{name}": array for name, array in strategy.newcomer_state().items()}
+    return state | {f"strategy.{name}": array for name, array in strategy.state(newcomer=True).items()}
 
 
-def welcome(arrays: Arrays, replica: Replica, strategy: Strategy) -> None:
-    """Load what `for_newcomers` returned on another rank with the same model and strategy."""
+def welcome(arrays: Arrays, replica: Replica) -> Arrays:
+    """Load what `for_newcomers` returned on another rank with the same model. Return the strategy's part of it."""
     parts: dict[str, Arrays] = {"state": {}, "buffer": {}, "strategy": {}}
     for name, array in arrays.items():
         prefix, _, rest = name.partition(".")
@@ -65,7 +66,7 @@ def welcome(arrays: Arrays, replica: Replica, strategy: Strategy) -> None:
     state = parts["state"].items()
     replica.load({name: from_bf16(array) if array.dtype == np.uint16 else array for name, array in state})
     replica.load_local(parts["buffer"])
-    strategy.welcome(replica, parts["strategy"])
+    return parts["strategy"]
 
 
 def round_optimizer(replica: Replica) -> None:

@@ -120,7 +120,7 @@ class RunState:
         if at.strategy != self.at.strategy:
             elastic.check(self.job.workload.environment.launcher, parse(at.strategy), self.config)
             self.use(at.strategy)
-            if loaded.others and not loaded.local and (refusal := self.strategy.reshard_refusal):
+            if loaded.others and not loaded.local and (refusal := self.strategy.capabilities.reshard_refusal):
                 raise Failure(
                     f"checkpoint of step {loaded.step}: its strategy is {at.strategy}, {refusal}; hint: start "
                     "as many ranks as before",

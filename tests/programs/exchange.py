@@ -92,7 +92,7 @@ def trainer(config: TrainConfig, ranks: Communicator, device: str, weight: np.nd
     if config.framework == "torch":
         model = torch_model()
     else:
-        with ranks.scope():
+        with ranks.in_framework.scope():
             model = tensorflow_model()
     replica = make_replica(model, config, ranks, strategy, device, Accuracy())
     replica.load({**replica.state(), "parameter.weight": weight})

@@ -33,7 +33,7 @@ def counted(rank: int) -> tuple[int, int]:
     model = Network()
     ranks = DdpCommunicator(Communicator(), Endpoint("127.0.0.1", "lo", loopback=True), gpu=False)
     settings = Native.Settings(hook="powersgd", rank=rank)
-    step = ranks.overlapped(model, torch.optim.SGD(model.parameters(), lr=0.01), settings)
+    step = ranks.in_framework.overlapped(model, torch.optim.SGD(model.parameters(), lr=0.01), settings)
     for _ in range(STEPS):
         model.zero_grad()
         step.backward(step.loss(torch.randn(4, 3, 8, 8))[0])

@@ -54,7 +54,7 @@ def trained(config: TrainConfig, ranks: Communicator, device: str) -> dict[str, 
     unmeasured = replica.state()
     if given is None:
         unequal_shares.TRIAL_S, unequal_shares.MAX_S = 0.05, 0.5  # the measured shares need not be accurate here
-        found = unequal_shares.measure(ranks, strategy, replica, lambda shares: flat(loader.first_of(shares)))
+        found = unequal_shares.measure(ranks, replica, lambda shares: flat(loader.first_of(shares)))
         shares = found.shares
         loader = loader.divided(shares)
         assert sum(shares) > 0.999 and len(shares) == ranks.size

@@ -5,17 +5,16 @@ Every rank calls each collective method, in the same order. `name` identifies a 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from hvdtrain.comm.backends.framework import FrameworkExchange
 from hvdtrain.launch import survive
 
 if TYPE_CHECKING:
@@ -108,32 +107,6 @@ class VectorReducer(Protocol):
     def add_residual(self, values: np.ndarray) -> None: ...
 
 
-class TorchStep:
-    """A training step of one rank in PyTorch that exchanges nothing during backward. Backends extend it."""
-
-    loss_factor = 1.0
-    """Factor applied to the loss before backward, to undo a division by the exchange"""
-
-    def __init__(self, model: Any, optimizer: Any) -> None:
-        self.model = model
-        self.optimizer = optimizer
-
-    def loss(self, *arrays: Any) -> Any:
-        """Return the summed loss of this rank's batch and the sums of the metric, by name."""
-        return self.model.loss(*arrays)
-
-    def backward(self, loss: Any) -> None:
-        loss.backward()
-
-    def waited_s(self) -> float | None:
-        """Seconds that `backward` waited for the exchange after its last gradient; None if unknown."""
-        return 0.0
-
-    def updating(self) -> contextlib.AbstractContextManager[None]:
-        """Context for the optimizer's update, entered when the exchange of gradients is complete."""
-        return contextlib.nullcontext()
-
-
 class Communicator:
     """The ranks of a job as one rank sees them. The base class is a single process, which sends nothing.
 
@@ -157,6 +130,8 @@ class Communicator:
     """Whether these ranks are an `ElasticCommunicator`, whose members can change"""
     suspended = False
     """Whether the members changed, and the ranks have not continued together since"""
+    in_framework = FrameworkExchange()
+    """How these ranks take part in the framework's own step"""
     joining = False
     """Whether this rank's host has come back, and does not have the state of the run yet"""
     begun: Mapping[str, Any] = {}
@@ -259,64 +234,6 @@ class Communicator:
     def _single_process_only(self, action: str) -> None:
         if self.size > 1:
             raise NotImplementedError(f"ranks joined by {self.library} cannot {action}")
-
-    # --- the state of the exchange ---------------------------------------------------------------------------------
-
-    def wait(self) -> None:
-        """Wait for the reductions that backward started."""
-
-    def state(self) -> dict[str, np.ndarray]:
-        """The arrays that the exchange needs to resume exactly."""
-        return {}
-
-    def load(self, state: dict[str, np.ndarray]) -> None:
-        """Restore what `state` returned."""
-
-    # --- PyTorch ---------------------------------------------------------------------------------------------------
-
-    def start_sum(self, tensor: Any, name: str) -> Any:
-        """Start summing a tensor over ranks, in place. Returns a handle for `finish_sum`."""
-        return tensor
-
-    def finish_sum(self, handle: Any) -> Any:
-        """Wait for the sum and return the tensor."""
-        return handle
-
-    def overlapped(self, model: Any, optimizer: Any, settings: Any) -> TorchStep:
-        """A step whose backward starts the reduction of each gradient once it is ready.
-
-        `settings`: the strategy's.
-        """
-        self._single_process_only("exchange gradients during backward")
-        return TorchStep(model, optimizer)
-
-    # --- TensorFlow: all but `scope` are called while a graph is traced ----------------------------------------------
-
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Context in which variables are created."""
-        return contextlib.nullcontext()
-
-    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call `function` where its variables are read and updated."""
-        return function(*arguments)
-
-    def graph_sum(self, tensor: Any, name: str) -> Any:
-        """The sum of a tensor over ranks."""
-        return tensor
-
-    def summed_gradients(self, tape: Any, loss: Any, weights: list[Any]) -> list[Any]:
-        """Gradients of `loss`, summed over ranks."""
-        self._single_process_only("exchange gradients during backward")
-        return list(tape.gradient(loss, weights))
-
-    # --- Horovod's timeline ----------------------------------------------------------------------------------------
-
-    def start_timeline(self, path: Path) -> None:
-        """Record every tensor in a Chrome trace from now on. Only rank 0, Horovod's coordinator, records."""
-        raise NotImplementedError("only Horovod has a timeline")
-
-    def stop_timeline(self) -> None:
-        """Complete the trace."""
 
     # --- the sentinel, and the links between hosts --------------------------------------------------------------------
 

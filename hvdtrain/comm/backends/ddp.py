@@ -19,15 +19,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from hvdtrain.comm.backends.base import Communicator, Endpoint, Rendezvous, TorchStep
+from hvdtrain.comm.backends.base import Communicator, Endpoint, Rendezvous
 from hvdtrain.comm.backends.ddp_powersgd import PowerSGD
+from hvdtrain.comm.backends.framework import FrameworkExchange, TorchStep
 
 LONGEST_S = 30 * 60
 """Limit for one exchange, PyTorch's own for Gloo. The sentinel ends the job of a dead host or rank much earlier"""
 
 
-class DdpCommunicator(Communicator):
+class DdpCommunicator(Communicator, FrameworkExchange):
     def __init__(self, rendezvous: Rendezvous, endpoint: Endpoint, *, gpu: bool) -> None:
+        self.in_framework = self
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.local_rank, self.local_size = rendezvous.local_rank, rendezvous.local_size
         self._rendezvous = rendezvous

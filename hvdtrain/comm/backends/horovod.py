@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.backends.base import Communicator, TorchStep
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.backends.framework import FrameworkExchange, TorchStep
 from hvdtrain.sentinel.auth import KEY_BYTES
 from hvdtrain.system import exits, install
 from hvdtrain.system.exits import Failure
 
 
-class HorovodCommunicator(Communicator):
+class HorovodCommunicator(Communicator, FrameworkExchange):
     def __init__(self, framework: str, *, gpu: bool, timeline: bool) -> None:
         """`framework`: torch or tensorflow. `timeline`: allow the timeline to start later.
 
@@ -38,6 +39,7 @@ class HorovodCommunicator(Communicator):
             os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
         hvd.init()
         self._hvd: Any = hvd
+        self.in_framework = self
         self.framework = framework
         self._optimizer: Any = None
         self.rank, self.size = hvd.rank(), hvd.size()
@@ -51,9 +53,11 @@ class HorovodCommunicator(Communicator):
         self._hvd.shutdown()
 
     def start_timeline(self, path: Path) -> None:
+        """Record every tensor in a Chrome trace from now on. Only rank 0, Horovod's coordinator, records."""
         self._hvd.start_timeline(str(path))
 
     def stop_timeline(self) -> None:
+        """Complete the trace."""
         self._hvd.stop_timeline()
 
     def gather_bytes(self, own: bytes) -> list[bytes]:

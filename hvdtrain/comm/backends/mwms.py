@@ -25,6 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.comm.backends.base import Communicator, Endpoint, Rendezvous
+from hvdtrain.comm.backends.framework import FrameworkExchange
 from hvdtrain.comm.rendezvous import FIRST_PORT, reserved_port
 from hvdtrain.sentinel import interfaces
 from hvdtrain.system import exits, socket_filter, stderr
@@ -36,9 +37,10 @@ START_NOTES = (
 )
 
 
-class MwmsCommunicator(Communicator):
+class MwmsCommunicator(Communicator, FrameworkExchange):
     def __init__(self, rendezvous: Rendezvous, endpoint: Endpoint, *, gpu: bool) -> None:
         """Raises Failure (69) if this rank cannot listen or cannot reach the others."""
+        self.in_framework = self
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.local_rank, self.local_size = rendezvous.local_rank, rendezvous.local_size
         self._rendezvous = rendezvous

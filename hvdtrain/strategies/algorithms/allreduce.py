@@ -31,7 +31,7 @@ class AllReduce(Strategy):
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         with clock.span("communication"):
-            self._world.wait()
+            self._world.in_framework.wait()
         with clock.span("compute"):
             replica.apply(lr)
             tail = replica.tail()

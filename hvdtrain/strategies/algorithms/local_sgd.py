@@ -82,16 +82,24 @@ class LocalSGD(Synchronous):
         staleness: int = bounded(0, least=0, example=1)
         """Steps computed during an exchange, before its result is used"""
 
-    capabilities = Capabilities(takes_reducer=True, local_updates=True, has_residual=True, elastic=True)
-    reshard_refusal = "each rank has its own weights and momentum"
+    capabilities = Capabilities(
+        takes_reducer=True,
+        local_updates=True,
+        has_residual=True,
+        elastic=True,
+        reshard_refusal="each rank has its own weights and momentum",
+    )
 
     def __init__(
         self, world: Communicator, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
     ) -> None:
         super().__init__(world, shapes, config, settings, reducer)
+        if settings.staleness:  # otherwise a checkpoint waits for the end of the round, and has fewer arrays
+            self.capabilities = dataclasses.replace(self.capabilities, saves_anytime=True)
         self._outer_lr, self._outer_momentum = np.float32(settings.outer_lr), np.float32(settings.outer_momentum)
         self._in_flight: collections.deque[InFlight] = collections.deque()
         self._steps = 0  # of the whole run
+        self._interrupted_steps = 0  # 1 while one of the first steps exchanges gradients
         self._drifted, self._samples, self._all_samples = 0, 0, 0  # steps and samples of the current round
         self._tail = np.zeros(1)  # sum of the current round's tails
         self._began = self._anchor = np.zeros(0, np.float32)
@@ -108,11 +116,6 @@ class LocalSGD(Synchronous):
         return not self._drifted and not self._in_flight
 
     @property
-    def shared_weights(self) -> np.ndarray | None:
-        """Without `staleness` a checkpoint waits for the end of the round."""
-        return self.common_weights if self.settings.staleness else None
-
-    @property
     def common_weights(self) -> np.ndarray | None:
         return None if self.in_sync else self._anchor
 
@@ -123,9 +126,10 @@ class LocalSGD(Synchronous):
         tail, (samples, all_samples) = replica.tail(), replica.share()
         loss, self._steps = float(tail[0] / samples), self._steps + 1
         if self._steps <= self.settings.start:
-            vector = replica.vector()
+            vector, self._interrupted_steps = replica.vector(), 1
             vector[: self._size] *= np.float32(samples / all_samples)  # was a mean over this rank's samples
             exchanged = self._summed(replica, vector, lr, clock)
+            self._interrupted_steps = 0
             if self._steps == self.settings.start:
                 self._reducer.drop_residual()  # a residual of gradients is not one of weight changes
             return exchanged
@@ -207,10 +211,8 @@ class LocalSGD(Synchronous):
 
     def abandon(self) -> None:
         super().abandon()
-        self._steps -= 1  # one of the first steps, which exchange gradients
-
-    def wait_idle(self) -> None:
         wait([flight.sent_bytes for flight in self._in_flight])
+        self._steps, self._interrupted_steps = self._steps - self._interrupted_steps, 0
 
     def settle(self, replica: Vectors, counts: bool) -> Exchanged:
         """The changes that were not exchanged become part of the current round."""
@@ -236,20 +238,12 @@ class LocalSGD(Synchronous):
             self._tail = sum((flight.tail for flight in undone), start=self._tail)
         return self._arrived(tails, 0, 0.0)
 
-    def regroup(self) -> None:
-        super().regroup()
+    def regroup(self, replica: Vectors, state: dict[str, np.ndarray] | None = None) -> None:
+        super().regroup(replica, state)
+        if state is not None:
+            self._began = self._anchor = replica.weights().copy()
         if self._drifted:  # the lost hosts' samples of this round are lost with their changes
             self._all_samples = sum(self._world.gather(self._samples))
-
-    def newcomer_state(self) -> dict[str, np.ndarray]:
-        residual = f"inner.{self._reducer.residual_key}"
-        state = {name: array for name, array in self.state().items() if name.startswith("inner.") and name != residual}
-        state |= {"steps": np.array(self._steps), "velocity": self._velocity, "totals": np.zeros_like(self._tail)}
-        return state | {"round": np.array([self._drifted, 0, self._all_samples])}
-
-    def welcome(self, replica: Vectors, state: dict[str, np.ndarray]) -> None:
-        super().welcome(replica, state)
-        self._began = self._anchor = replica.weights().copy()
 
     def _outer(self, mean: np.ndarray) -> np.ndarray:
         """Return the step that all ranks make for a mean change."""
@@ -259,12 +253,16 @@ class LocalSGD(Synchronous):
             mean = mean + self._outer_momentum * self._velocity
         return self._outer_lr * mean
 
-    def state(self) -> dict[str, np.ndarray]:
+    def state(self, *, newcomer: bool = False) -> dict[str, np.ndarray]:
         due = [
             (flight.due, flight.sent_bytes.result()) for flight in self._in_flight
         ]  # waits until the reducer is idle
         inner = {f"inner.{name}": array for name, array in self._reducer.state().items()}
         state = {"steps": np.array(self._steps), "velocity": self._velocity.copy(), **inner}
+        if newcomer:
+            state.pop(f"inner.{self._reducer.residual_key}", None)
+            round_ = np.array([self._drifted, 0, self._all_samples])
+            return state | {"totals": np.zeros_like(self._tail), "round": round_}
         if self.in_sync:
             return state
         state["round"] = np.array([self._drifted, self._samples, self._all_samples])

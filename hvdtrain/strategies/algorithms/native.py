@@ -20,11 +20,13 @@ from typing import Any, Literal
 import numpy as np
 
 from hvdtrain.comm.backends import ddp_powersgd
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config.constraints import Checked, bounded
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies.base import Capabilities, ReducerCost, Strategy
 from hvdtrain.strategies.cost import Cost, Layout, Shape, elements, ring
+from hvdtrain.strategies.reducers.base import Reducer
 from hvdtrain.strategies.replicas import Exchanged, Vectors
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -46,11 +48,13 @@ class Native(Strategy):
     capabilities = Capabilities(backend="native", in_backward=True)
     _step = 0
 
-    @property
-    def reshard_refusal(self) -> str | None:
-        if self.settings.hook == "powersgd":
-            return "PyTorch's PowerSGD hook keeps each rank's residual on that rank"
-        return None
+    def __init__(
+        self, world: Communicator, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
+    ) -> None:
+        super().__init__(world, shapes, config, settings, reducer)
+        if settings.hook == "powersgd":
+            refusal = "PyTorch's PowerSGD hook keeps each rank's residual on that rank"
+            self.capabilities = dataclasses.replace(self.capabilities, reshard_refusal=refusal)
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, reducer_cost: ReducerCost) -> Cost:
@@ -94,14 +98,14 @@ class Native(Strategy):
         self._step += 1
         return Exchanged.of(tail, sent)
 
-    def state(self) -> dict[str, np.ndarray]:
+    def state(self, *, newcomer: bool = False) -> dict[str, np.ndarray]:
         if self.settings.hook != "powersgd":
             return {}
-        return {"step": np.array(self._step), **self._world.state()}
+        return {"step": np.array(self._step), **self._world.in_framework.state()}
 
     def load(self, state: dict[str, np.ndarray]) -> None:
         self._step = int(state.get("step", 0))
-        self._world.load({name: array for name, array in state.items() if name != "step"})
+        self._world.in_framework.load({name: array for name, array in state.items() if name != "step"})
 
     def reshard_state(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         return states[self._world.rank if len(states) == self._world.size else 0]

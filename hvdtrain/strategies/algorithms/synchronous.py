@@ -10,7 +10,8 @@ remains to be waited for, if the exchange is not slower than backward. A reducer
 topk does, has one bucket, and so has a replica that does not report its gradients.
 
 Each bucket costs the latencies of one exchange. Backward and the thread share the processor, so on a rank with a single
-core the time for encoding is not hidden.
+core the time for encoding is not hidden. So the first steps try one, two and four buckets (see `trial`). The grouping
+changes the order in which some reducers round, so `--buckets` fixes it for runs that must have equal bits.
 
 Zhang et al., "Poseidon: an efficient communication architecture for distributed deep learning on GPU clusters", 2017
 (wait-free backpropagation); Li et al., "PyTorch distributed: experiences on accelerating data parallel training", 2020.
@@ -31,6 +32,7 @@ from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.errors import PeerLost
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Clock
+from hvdtrain.strategies.algorithms.trial import Trial, fastest
 from hvdtrain.strategies.base import Capabilities, ReducerCost, Strategy
 from hvdtrain.strategies.cost import Cost, Layout, Phase, Shape
 from hvdtrain.strategies.reducers.base import Reducer
@@ -39,6 +41,8 @@ from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
 MAX_BUCKETS = 4
+TRIAL_ENDED = -1
+"""Instead of the step of the trial in `state`"""
 MIN_NUMBERS = 1 << 14
 """Models with fewer numbers have one bucket: sending them takes no longer than the extra latencies"""
 
@@ -51,7 +55,7 @@ class Bucket(NamedTuple):
 
 
 class Synchronous(Strategy):
-    """Its state is the concatenation of the reducers' states, so it does not depend on the number of buckets."""
+    """Its state is the concatenation of the reducers' states, and the number of buckets."""
 
     capabilities = Capabilities(takes_reducer=True, elastic=True)
 
@@ -65,6 +69,15 @@ class Synchronous(Strategy):
         """In the order in which they are summed, the end of the vector first"""
         self._pending: list[Future[int]] = []
         """The sums of this step that began during backward; each returns the payload bytes sent"""
+        self._fixed_count = config.buckets
+        self._trial: Trial | None = None
+        """Measures which number of buckets is fastest; None if it is known"""
+        self._reported: list[range] = []
+        """The buckets that the replica reports, as ranges of arrays; each of `_buckets` consists of one or more"""
+        self._complete: list[int] = []
+        """For each of `_buckets`, the reported bucket that completes it"""
+        self._copies: list[Callable[[], None]] = []
+        """Copies that the next of `_buckets` has to wait for"""
         self._late_tail = False
         """Whether the tail follows the last bucket. Otherwise it travels with the first one"""
         self._interrupted = False
@@ -81,16 +94,33 @@ class Synchronous(Strategy):
         several_hosts = self._world.hosts_count > 1 or self._world.joining
         if len(ranges) == 1 or not several_hosts or not self._reducer.supports_buckets:
             return []
-        borders = [0, *itertools.accumulate(math.prod(shape) for shape in self._shapes)]
-        spans = [slice(borders[bucket.start], borders[bucket.stop]) for bucket in ranges]
-        state, self._late_tail = self.state(), late_tail
-        self._buckets = [Bucket(*each) for each in zip(spans, self._reducer.split(ranges), strict=True)]
-        self.load(state)
+        self._reported, self._late_tail = ranges, late_tail
+        self._trial = None if self._fixed_count else Trial(len(ranges))
+        arrays = self._arrays()
+        self._divide(self._trial.count if self._trial else self._fixed_count)
+        self._load_arrays(arrays)
         return ranges
 
+    def _divide(self, count: int) -> None:
+        """From now on sum `count` buckets, each of which consists of one or more of those that are reported.
+
+        Their reducers are new.
+        """
+        reported = np.array_split(np.arange(len(self._reported)), min(count, len(self._reported)))
+        ranges = [range(self._reported[numbers[-1]].start, self._reported[numbers[0]].stop) for numbers in reported]
+        borders = [0, *itertools.accumulate(math.prod(shape) for shape in self._shapes)]
+        spans = [slice(borders[bucket.start], borders[bucket.stop]) for bucket in ranges]
+        self._buckets = [Bucket(*each) for each in zip(spans, self._reducer.split(ranges), strict=True)]
+        self._complete = [int(numbers[-1]) for numbers in reported]
+
     def on_bucket_ready(self, bucket: int, vector: np.ndarray, ready: Callable[[], None] | None = None) -> None:
-        if not self.paused:
-            self._pending.append(self._thread.submit(self._sum, bucket, vector, ready))
+        if ready:
+            self._copies.append(ready)
+        number = len(self._pending)
+        # `step`, which follows at once, sums the last one: handing it to the thread would take longer.
+        if bucket == self._complete[number] and number < len(self._buckets) - 1:
+            self._pending.append(self._thread.submit(self._sum, number, vector, self._copies))
+            self._copies = []
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         return self._summed(replica, replica.vector(), lr, clock)
@@ -98,19 +128,34 @@ class Synchronous(Strategy):
     def _summed(self, replica: Vectors, vector: np.ndarray, lr: float, clock: Clock) -> Exchanged:
         with clock.span("communication"):
             sent = sum(future.result() for future in self._pending)
-            sent += sum(self._sum(bucket, vector) for bucket in range(len(self._pending), len(self._buckets)))
+            for bucket in range(len(self._pending), len(self._buckets)):
+                sent += self._sum(bucket, vector, self._copies)
             if self._late_tail:
                 sent += self._reduced(None, vector[self._size :], 0)
+            ranks = self._world.gather(self._trial.medians()) if self._trial and self._trial.is_last else None
             self._commit()
-        self._pending = []
+        self._pending, self._copies = [], []
         with clock.span("compute"):
             replica.apply(lr)
+            if self._trial:
+                self._go_on(self._trial, ranks)
         return Exchanged.of(vector[self._size :], sent)
 
-    def _sum(self, number: int, vector: np.ndarray, ready: Callable[[], None] | None = None) -> int:
+    def _go_on(self, trial: Trial, ranks: Sequence[dict[str, float]] | None) -> None:
+        """Continue the trial, or end it if `ranks` are the results of all ranks."""
+        trial.next_step()
+        if ranks is not None:
+            self._trial = None
+        count = trial.count if ranks is None else fastest(ranks)
+        if count != len(self._buckets):
+            arrays = self._arrays()
+            self._divide(count)
+            self._load_arrays(arrays)
+
+    def _sum(self, number: int, vector: np.ndarray, copies: Sequence[Callable[[], None]] = ()) -> int:
         """Sum a bucket over all ranks and return the payload bytes sent. The first one may include the tail."""
-        if ready:
-            ready()
+        for wait_for_copy in copies:
+            wait_for_copy()
         span, reducer = self._buckets[number]
         piece = vector[span] if number or self._late_tail else vector[span.start :]
         return self._reduced(reducer, piece, span.stop - span.start)
@@ -133,34 +178,47 @@ class Synchronous(Strategy):
         self._world.commit()
         self._undo = ()
 
-    def wait_idle(self) -> None:
-        wait(self._pending)
-
     def abandon(self) -> None:
         wait(self._pending)
-        self._pending, self._interrupted = [], False
+        self._pending, self._copies, self._interrupted = [], [], False
         for reducer, state in self._undo:
             reducer.load(state)
         self._undo = ()
 
-    def regroup(self) -> None:
+    def regroup(self, replica: Vectors, state: dict[str, np.ndarray] | None = None) -> None:
+        if state is not None:
+            self.load(self.state() | state)
         for _, reducer in self._buckets:
             reducer.load(reducer.state())  # if a single host is left, it adds the residual to its next vector
 
-    def newcomer_state(self) -> dict[str, np.ndarray]:
-        return {name: array for name, array in self.state().items() if name != self._reducer.residual_key}
+    def state(self, *, newcomer: bool = False) -> dict[str, np.ndarray]:
+        state = self._arrays()
+        if newcomer:
+            state.pop(self._reducer.residual_key, None)
+        if self._reported:
+            state["buckets"] = np.array([self._trial.step if self._trial else TRIAL_ENDED, len(self._buckets)])
+        return state
 
-    def welcome(self, replica: Vectors, state: dict[str, np.ndarray]) -> None:
-        self.load(self.state() | state)
+    def load(self, state: dict[str, np.ndarray]) -> None:
+        """Raises Failure (78) for the state of another model or of other settings."""
+        arrays = dict(state)
+        step, count = arrays.pop("buckets", [TRIAL_ENDED, 0])
+        if self._reported and count and not self._fixed_count:
+            self._trial = None
+            if step != TRIAL_ENDED:
+                self._trial = Trial(len(self._reported))
+                self._trial.step = int(step)
+            self._divide(int(count))
+        self._load_arrays(arrays)
 
-    def state(self) -> dict[str, np.ndarray]:
+    def _arrays(self) -> dict[str, np.ndarray]:
+        """The reducers' state, which does not depend on the number of buckets."""
         states = [reducer.state() for _, reducer in reversed(self._buckets)]
         if len(states) == 1:
             return states[0]
         return {name: np.concatenate([state[name] for state in states]) for name in states[0]}
 
-    def load(self, state: dict[str, np.ndarray]) -> None:
-        """Raises Failure (78) for the state of another model or of other settings."""
+    def _load_arrays(self, state: dict[str, np.ndarray]) -> None:
         reducers = [reducer for _, reducer in reversed(self._buckets)]
         if len(reducers) == 1:
             reducers[0].load(state)

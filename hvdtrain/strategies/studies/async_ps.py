@@ -55,8 +55,12 @@ class AsyncPS(Strategy):
         An update is scaled by its rank's share of a step's samples. With --lr-scaling linear each update has the full
         --lr, as in Downpour SGD."""
 
-    capabilities = Capabilities(backend="servers", local_updates=True, has_residual=True)
-    reshard_refusal = "the momentum of each part is on the rank that serves it"
+    capabilities = Capabilities(
+        backend="servers",
+        local_updates=True,
+        has_residual=True,
+        reshard_refusal="the momentum of each part is on the rank that serves it",
+    )
 
     def __init__(
         self, world: Communicator, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
@@ -151,7 +155,7 @@ class AsyncPS(Strategy):
         before, self._sent = self._sent, self._servers.sent_bytes
         return self._sent - before
 
-    def state(self) -> dict[str, np.ndarray]:
+    def state(self, *, newcomer: bool = False) -> dict[str, np.ndarray]:
         """Checkpoints are made only when all ranks are in sync, so a server's weights equal the replica's."""
         state = {"steps": np.array(self._steps)}
         if self._server:

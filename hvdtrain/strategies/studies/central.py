@@ -30,8 +30,9 @@ from hvdtrain.system.exits import Failure
 class Central(Strategy):
     """The weights are equal on all ranks after each step. Its only state is rank 0's optimizer."""
 
-    capabilities = Capabilities(backend="servers", own_optimizer_state=True)
-    reshard_refusal = "the optimizer's state is on rank 0"
+    capabilities = Capabilities(
+        backend="servers", own_optimizer_state=True, reshard_refusal="the optimizer's state is on rank 0"
+    )
     _centre: Centre | None = None
     _answer = np.empty(0, np.float32)
 

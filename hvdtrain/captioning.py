@@ -165,7 +165,9 @@ def main(stop: lifecycle.StopSignal) -> int:
         key = {"encoder": config.encoder, "weights": weights}
         dataset = dataset.with_inputs(features.extract(dataset.images, make, key=key, world=job.ranks))
         job = job.over(dataset)
-    model = models.maker("captioner.Captioner", spec, config, job.data.scope, label_smoothing=config.label_smoothing)
+    model = models.maker(
+        "captioner.Captioner", spec, config, job.data.in_framework.scope, label_smoothing=config.label_smoothing
+    )
     job = job.staged(model)
     network = model(job.part)
     replica = job.replica(network, captioner.initial_state(spec, config.seed, job.part))

@@ -127,7 +127,9 @@ def main(stop: lifecycle.StopSignal) -> int:
         hint = "BatchNorm needs two values: increase the batch size or --image-size"
         raise Failure(f"{message}; hint: {hint}", exits.BAD_CONFIG)
 
-    model = models.maker("resnet.ResNet", spec, config, job.data.scope, label_smoothing=config.label_smoothing)
+    model = models.maker(
+        "resnet.ResNet", spec, config, job.data.in_framework.scope, label_smoothing=config.label_smoothing
+    )
     job = job.staged(model)
     if job.part and job.part.start:
         job = job.over(dataset.labels_only())

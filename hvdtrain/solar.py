@@ -183,7 +183,7 @@ def main(stop: lifecycle.StopSignal) -> int:
         return exits.OK
 
     name, options = network(spec)
-    model = models.maker(name, spec, config, job.data.scope, **options)
+    model = models.maker(name, spec, config, job.data.in_framework.scope, **options)
     job = job.staged(model)
     replica = job.replica(model(job.part), numbers.initial_state(spec, config.seed, job.part))
 

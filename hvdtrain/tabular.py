@@ -102,7 +102,7 @@ def main(stop: lifecycle.StopSignal) -> int:
     if job is None:  # a dry run
         return exits.OK
     loss = {"loss": "cross_entropy", "label_smoothing": config.label_smoothing}
-    model = models.maker("mlp.MLP", spec, config, job.data.scope, **loss)
+    model = models.maker("mlp.MLP", spec, config, job.data.in_framework.scope, **loss)
     job = job.staged(model)
     replica = job.replica(model(job.part), mlp.initial_state(spec, config.seed, job.part))
     return job.train(replica, stop, documents={tabular.COLUMNS_FILE: columns.as_json()})

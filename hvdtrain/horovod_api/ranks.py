@@ -6,7 +6,7 @@ import collections
 import socket
 import threading
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from hvdtrain.comm import lifecycle
 from hvdtrain.comm.backends.base import Communicator
@@ -41,6 +41,9 @@ class Job:
         """Number of times that the ranks have connected again"""
         self.protected = False
         """Whether this rank has called a function of `hvd.elastic.run`"""
+        self.joining: list[Callable[[], bool]] = []
+        """What `join` repeats on a rank that has joined, in the order in which ranks make exchanges: each function makes one
+        exchange of a strategy with zeros and returns whether all ranks have joined, equal on all ranks"""
         self._exchanged: set[Hashable] = set()
         self._connecting, self._registering = threading.Lock(), threading.Lock()
         self._worlds = weakref.WeakSet[Communicator]()
@@ -86,6 +89,16 @@ class Job:
             self._worlds.add(world)
         self._check_connected()
         return world
+
+    def join(self) -> int:
+        """This rank has no more steps: take part in the other ranks' allreduces and exchanges with zeros. Collective.
+
+        Returns the rank that joined last, when all have.
+        """
+        handle = self.calls.start("join")  # the thread of the calls takes part in allreduces
+        while self.joining and not any(take_part() for take_part in self.joining):
+            pass
+        return int(self.calls.finish(handle))
 
     def exchanging(self, what: Hashable) -> None:
         """Called before gradients or values are reduced; `what` is equal in each step.

@@ -5,8 +5,8 @@ TEST_WORKERS ?= $(shell expr $$(nproc) + 1)
 SHELL := bash
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint bench bench-network bench-backends bench-strategies bench-plan bench-stages bench-scripts \
-	bench-elastic chaos install-matrix gpu-check docs clean
+.PHONY: help setup demo test test-all lint bench bench-network bench-backends bench-strategies bench-plan bench-stages \
+	bench-scripts bench-elastic chaos horovod-suite install-matrix gpu-check docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -64,6 +64,9 @@ chaos: setup  ## lose hosts of elastic jobs on virtual hosts, and check what is 
 
 bench-elastic: setup  ## time to continue after a killed rank: hvdtrain, Horovod Elastic, torchrun (root): BENCH_ARGS='--rounds 1'
 	. .venv/bin/activate && python tools/bench_elastic.py $(BENCH_ARGS)
+
+horovod-suite: setup  ## Horovod's own tests of PyTorch on hvdtrain.torch: SUITE_ARGS='tcp -k join'
+	. .venv/bin/activate && python tools/horovod_suite.py $(SUITE_ARGS)
 
 install-matrix:  ## run `make demo` in minimal Debian systems (root, debootstrap; 15 minutes each)
 	@tools/install_matrix.sh

@@ -51,7 +51,7 @@ def test_a_call_that_some_ranks_have_not_made_is_reported_once(monkeypatch: pyte
     assert ranks.seconds_to_next_report() is None
     request = Request(kind="allreduce", name="allreduce.loss", ranks=[0, 1, 2], types=["float32"], shapes=[[1]])
     assert Request(**unpack(pack(request))[0]) == request
-    assert ranks.add(1, request, b"") is None
+    assert ranks.add(1, request, b"") == []
     assert ranks.seconds_to_next_report() == 60
     assert ranks.report_stalled() == []
     now = 60
@@ -98,3 +98,27 @@ def test_calls_of_a_process_set_do_not_mix_with_calls_of_all_ranks() -> None:
 
     programs = [functools.partial(program, meeting) for meeting in meetings(2)]
     assert at_once(programs) == [[[3, 3], [3, 3]]] * 2
+
+
+def test_a_rank_that_has_joined_counts_as_zeros() -> None:
+    """Ranks with 3 and 5 batches: sums have zeros of the first, and means divide by both, as in Horovod."""
+
+    def program(meeting: ThreadRendezvous) -> list[object]:
+        calls = Calls(meeting, reach(meeting.rank))
+        long = np.full(5000, 1.0 + meeting.rank, np.float32)  # does not travel with the request
+        results: list[object] = []
+        for _ in range(3 + 2 * meeting.rank):
+            mean, total = calls.call("allreduce", long[:2]), calls.call("allreduce", [long, long[:1]], op=Op.SUM)
+            results.append([float(mean[1]), float(total[0][-1]), float(total[1][0])])
+        if meeting.rank:
+            for kind in ("allgather", "broadcast", "alltoall", "reducescatter"):
+                with pytest.raises(RuntimeError, match=f"{kind} is not supported with join"):
+                    calls.call(kind, long[:2], root=1)
+        results.append(calls.call("join"))
+        results.append(calls.call("allreduce", long[:1], op=Op.SUM).tolist())
+        calls.close()
+        return results
+
+    programs = [functools.partial(program, meeting) for meeting in meetings(2)]
+    both, alone, after = [1.5, 3, 3], [1, 2, 2], [1, [3]]
+    assert at_once(programs) == [[both] * 3 + after, [both] * 3 + [alone] * 2 + after]

@@ -106,13 +106,13 @@ def test_run_folder_has_measurements_and_logged_values(runs: Path) -> None:
 
 ENDS = [
     ("pass", True),
-    ("raise SystemExit", True),
-    ("raise SystemExit(0)", True),
     ("exit()", True),
     ("sys.exit(None)", True),
-    ("leave(0)", True),
+    ("sys.exit(0)", True),
     ("try: sys.exit(1)\nexcept SystemExit as end: print(end.code)", True),
     ("threading.Thread(target=sys.exit, args=[1]).start()", True),
+    ("raise SystemExit(0)", False),  # its status cannot be known
+    ("leave(0)", False),
     ("raise SystemExit(1)", False),
     ("raise SystemExit('words')", False),
     ("raise SystemExit('')", False),
@@ -122,6 +122,7 @@ ENDS = [
     ("sys.exit(2)", False),
     ("leave(2)", False),
     ("raise ValueError", False),
+    ("try: sys.exit(0)\nexcept SystemExit: pass\nraise ValueError", False),
     ("raise KeyboardInterrupt", False),
     ("threading.Thread(target=lambda: 1 / 0).start()", False),
     ("sys.excepthook = lambda *_: None\nraise ValueError", False),

@@ -14,7 +14,7 @@ from conftest import PROGRAMS, document, launch
 from torch import nn
 
 from hvdtrain import resnet
-from hvdtrain.torch import standalone
+from hvdtrain.torch import api
 from hvdtrain.torch.vectors import Parameters
 
 WITHOUT_HOROVOD = ["-W", "ignore", str(PROGRAMS / "without_horovod.py")]
@@ -38,7 +38,7 @@ def on_horovod() -> Any:
 def test_both_backends_return_the_same_results(launcher: str, strategy: str, words: list[str], on_horovod: Any) -> None:
     on_tcp = calls(launcher, strategy, *words)
     assert (on_tcp["backend"], on_horovod["backend"]) == ("tcp", "Horovod")
-    assert set(on_tcp["needs Horovod"]) == {"Adasum", "join"}
+    assert set(on_tcp["needs Horovod"]) == {"Adasum"}
     assert on_tcp["ranks"] == on_horovod["ranks"]
 
 
@@ -47,7 +47,7 @@ def test_calls_return_the_same_results_without_horovod(on_horovod: Any, tmp_path
     extra = {"HOME": "/proc", "TMPDIR": str(tmp_path)}
     on_tcp = document(launch(2, [*WITHOUT_HOROVOD, str(PROGRAMS / "own_calls.py")], "torchrun", extra))
     assert list(tmp_path.glob("hvdtrain-*.key"))
-    assert set(on_tcp["needs Horovod"]) == {"Adasum", "join"}
+    assert set(on_tcp["needs Horovod"]) == {"Adasum"}
     for own, expected in zip(on_tcp["ranks"], on_horovod["ranks"], strict=True):
         own["is"][1:3] = expected["is"][1:3]  # whether Horovod was built with MPI and Gloo
         assert own == expected
@@ -57,7 +57,7 @@ def test_functions_have_the_arguments_of_horovods() -> None:
     for name, function in vars(horovod.torch).items():
         if name.startswith("_") or not inspect.isfunction(function) or name == "check_extension":
             continue
-        own = getattr(standalone, name)
+        own = getattr(api, name)
         expected, actual = (inspect.signature(each).parameters for each in (function, own))
         if name not in ("init", "shutdown"):
             assert list(actual)[: len(expected)] == list(expected), name
@@ -87,6 +87,14 @@ def test_gradients_are_sent_during_backward_once_steps_are_alike() -> None:
 def test_an_optimizer_trains_as_the_strategy_and_resumes_exactly(program: list[str]) -> None:
     """The program compares, and raises if a check fails."""
     assert document(launch(3, [*program, str(PROGRAMS / "own_optimizer.py")], "torchrun"))["strategies"]
+
+
+@pytest.mark.parametrize(("launcher", "strategy"), [("mpirun", ""), ("torchrun", "hierarchical")])
+def test_ranks_with_different_numbers_of_batches_join(launcher: str, strategy: str) -> None:
+    """The program compares with one process, on Horovod and on the TCP backend."""
+    extra = {"HVDTRAIN_STRATEGY": strategy} if strategy else {}
+    done = launch(2, ["-W", "ignore", str(PROGRAMS / "own_join.py")], launcher, extra)
+    assert (done.returncode, done.stdout.count("joined")) == (0, 2), done.stderr
 
 
 def test_gradients_return_in_the_memory_order_of_the_parameters() -> None:

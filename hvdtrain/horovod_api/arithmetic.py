@@ -48,6 +48,23 @@ def is_reducible(dtype: np.dtype) -> bool:
     return dtype.kind in "biuf" or type_name(dtype) == "bfloat16"
 
 
+def check_splits(array: np.ndarray, splits: Sequence[int] | None, count: int) -> list[int]:
+    """The number of rows for each member. Raises ValueError."""
+    rows = array.shape[0] if array.ndim else 0
+    if splits is None or not len(splits):
+        if rows % count:
+            raise ValueError(f"alltoall cannot split {rows} rows evenly over {count} ranks; hint: pass splits=")
+        return [rows // count] * count
+    if np.ndim(splits) != 1 or np.asarray(splits).dtype.kind not in "iu":
+        raise ValueError("alltoall takes splits as one list of whole numbers (int32)")
+    checked = [int(split) for split in splits]
+    if len(checked) != count:
+        raise ValueError(f"alltoall got {len(checked)} splits for {count} ranks")
+    if min(checked) < 0 or sum(checked) > rows:
+        raise ValueError(f"alltoall: splits {checked} exceed the {rows} rows, or are negative")
+    return checked
+
+
 # --- arithmetic in place ----------------------------------------------------------------------------------------------
 
 

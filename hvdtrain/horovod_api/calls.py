@@ -11,7 +11,8 @@ the responses (`arithmetic`). An array of at most SMALL_BYTES travels with the r
 trip. Idle ranks neither poll nor send.
 
 The meaning and the errors of each call follow Horovod 0.28 (horovod.readthedocs.io, API). When the ranks disagree about
-a call, `finish` raises the same error on all of them. Adasum and join need Horovod's own backend.
+a call, `finish` raises the same error on all of them. A rank that has joined takes part in the other ranks' allreduces
+with zeros. Adasum needs Horovod's own backend.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ from hvdtrain.sentinel import waiting
 SHUTDOWN = "no more calls are possible: {}; hint: see the output of the rank that ended first"
 FLUSH_TIMEOUT_S = 10.0
 """How long `close` waits until all messages are sent"""
+UNNAMED = ("barrier", "join")
+"""Calls without arrays"""
 INSTANCES: weakref.WeakSet[Calls] = weakref.WeakSet()
 
 Arrays = np.ndarray | Sequence[np.ndarray]
@@ -89,6 +92,8 @@ class Calls:
         name can be used again"""
         self._new: collections.deque[Call] = collections.deque()
         self._unnamed: collections.Counter[tuple[int, ...]] = collections.Counter()
+        """Calls without a name since all ranks have joined, of which they may have made different numbers until then"""
+        self._joins = 0
         self._closing = False
         self._shutdown_reason = ""
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -115,7 +120,7 @@ class Calls:
         """Starts a call and returns its handle at once. The arrays must not change until the call is done.
 
         Args:
-            kind: allreduce, allgather, broadcast, alltoall, reducescatter or barrier.
+            kind: allreduce, allgather, broadcast, alltoall, reducescatter, barrier or join.
             arrays: One array, or a list for a grouped call (allreduce, allgather, reducescatter).
             root: The rank that broadcasts.
             ranks: The members; all ranks if None.
@@ -127,7 +132,7 @@ class Calls:
             NotImplementedError: Only Horovod's own backend has this call.
             HorovodInternalError: Horovod's error for calls after a shutdown.
         """
-        grouped = not isinstance(arrays, np.ndarray) and kind != "barrier"
+        grouped = not isinstance(arrays, np.ndarray) and kind not in UNNAMED
         inputs = [np.asarray(array, order="C") for array in ([arrays] if isinstance(arrays, np.ndarray) else arrays)]
         outputs = None if out is None else [out] if isinstance(out, np.ndarray) else list(out)
         members = self._all_ranks if ranks is None else tuple(sorted(ranks))
@@ -141,17 +146,17 @@ class Calls:
             op=int(op) if kind in ("allreduce", "reducescatter") else 0,
             root=members.index(root) if kind == "broadcast" else 0,
             scales=[float(prescale), float(postscale)],
-            splits=_check_splits(inputs[0], splits, len(members)) if kind == "alltoall" else None,
+            splits=arithmetic.check_splits(inputs[0], splits, len(members)) if kind == "alltoall" else None,
             inline=bool(inputs) and not grouped and inputs[0].nbytes <= SMALL_BYTES,
         )
         call = Call(request, inputs, outputs, grouped)
         with self._lock:
             if self._shutdown_reason:
                 raise internal_error()(SHUTDOWN.format(self._shutdown_reason))
-            if kind != "barrier":
+            if kind not in UNNAMED:
                 if name is None:  # without the kind, so that ranks that make different calls get an error
                     self._unnamed[members] += 1
-                    name = f"noname.{self._unnamed[members]}"
+                    name = f"noname.{self._joins}.{self._unnamed[members]}"
                 else:
                     name = f"{'grouped_' if grouped else ''}{kind}.{name}"
                 call.request = dataclasses.replace(request, name=name)
@@ -175,7 +180,7 @@ class Calls:
         """Waits for a call and returns its result. Each handle can be finished once.
 
         The result is a new array or `out`, or a list of them for a grouped call. alltoall returns the array and the
-        number of rows received from each member (int32), barrier None.
+        number of rows received from each member (int32), barrier None, join the rank that joined last.
 
         Raises HorovodInternalError if the ranks disagree about the call, the call is impossible, or another rank has
         ended. Raises ValueError for an unknown handle.
@@ -183,7 +188,8 @@ class Calls:
         call = self._find(handle)
         began = time.monotonic()
         while not call.completed.wait(waiting.every_s):
-            waiting.report_wait(time.monotonic() - began)
+            if call.request.kind != "join":  # a rank that has joined may wait as long as the others train
+                waiting.report_wait(time.monotonic() - began)
         self._calls.pop(handle, None)
         self._release_name(call)
         if call.error is not None:
@@ -298,7 +304,8 @@ class Calls:
         """Passes a rank's request to rank 0, which responds once the call is complete."""
         if self.rank != 0:
             self._connections[0].send(pack(request, payload))
-        elif complete := self._coordinator.add(rank, request, payload):
+            return
+        for complete in self._coordinator.add(rank, request, payload):
             self._respond(*complete)
 
     def _respond(self, ranks: Sequence[int], response: Response, payload: bytes) -> None:
@@ -324,7 +331,10 @@ class Calls:
         if response.shutdown:
             raise PeerLost(response.shutdown)
         with self._lock:
-            call = self._in_progress[response.key]
+            call = self._in_progress.get(response.key)
+        if call is None:  # this rank has joined
+            self._take_part(response)
+            return
         if response.error:
             call.error = internal_error()(response.error)
         else:
@@ -337,6 +347,9 @@ class Calls:
             call.result = results if call.grouped else results[0]
         with self._lock:
             del self._in_progress[response.key]
+            if call.request.kind == "join":
+                self._joins += 1
+                self._unnamed.clear()
         call.completed.set()
 
     def _results(self, call: Call, response: Response, payload: bytes) -> Sequence[Any]:
@@ -362,29 +375,20 @@ class Calls:
             case "broadcast":
                 output = None if call.out is None else call.out[0]
                 return [arithmetic.broadcast(arrays[0], output, request.root, members, inputs)]
-        return [None]  # a barrier
+        return response.sizes or [None]  # of a join; of a barrier
+
+    def _take_part(self, response: Response) -> None:
+        """Takes part in a call of other ranks with zeros, unless they came with the response."""
+        request = Request(**response.joined)
+        if request.kind == "allreduce" and not (response.error or response.lengths):
+            types = [arithmetic.BFLOAT16 if each == "bfloat16" else np.dtype(each) for each in request.types]
+            zeros = [np.zeros(shape, dtype) for shape, dtype in zip(request.shapes, types, strict=True)]
+            self._results(Call(request, zeros, zeros, grouped=True), response, b"")
 
     def _group(self, ranks: tuple[int, ...]) -> TcpLeaderGroup:
         if ranks not in self._groups:
             self._groups[ranks] = TcpLeaderGroup([None if rank == self.rank else self._streams[rank] for rank in ranks])
         return self._groups[ranks]
-
-
-def _check_splits(array: np.ndarray, splits: Sequence[int] | None, count: int) -> list[int]:
-    """The number of rows for each member. Raises ValueError."""
-    rows = array.shape[0] if array.ndim else 0
-    if splits is None or not len(splits):
-        if rows % count:
-            raise ValueError(f"alltoall cannot split {rows} rows evenly over {count} ranks; hint: pass splits=")
-        return [rows // count] * count
-    if np.ndim(splits) != 1 or np.asarray(splits).dtype.kind not in "iu":
-        raise ValueError("alltoall takes splits as one list of whole numbers (int32)")
-    checked = [int(split) for split in splits]
-    if len(checked) != count:
-        raise ValueError(f"alltoall got {len(checked)} splits for {count} ranks")
-    if min(checked) < 0 or sum(checked) > rows:
-        raise ValueError(f"alltoall: splits {checked} exceed the {rows} rows, or are negative")
-    return checked
 
 
 def _after_fork() -> None:

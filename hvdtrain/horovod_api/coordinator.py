@@ -2,6 +2,8 @@
 
 This is bookkeeping only; `calls` transports the messages. Ranks may start calls in different orders. They all carry
 them out in the order of rank 0's responses, so two ranks never wait for each other in two different calls.
+
+A rank that has joined takes part in allreduces of all ranks with zeros, until all ranks have joined.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ class Request:
     """One rank's request for a call."""
 
     kind: str
-    """allreduce, allgather, broadcast, alltoall, reducescatter or barrier"""
+    """allreduce, allgather, broadcast, alltoall, reducescatter, barrier or join"""
     name: str
     ranks: list[int]
     """The members of the call, in ascending order"""
@@ -53,18 +55,26 @@ class Response:
     error: str = ""
     shutdown: str = ""
     sizes: list[Any] = dataclasses.field(default_factory=list)
-    """For each member: the first dimension of each array (allgather), or its splits (alltoall)"""
+    """For each member: the first dimension of each array (allgather), or its splits (alltoall). For join, the rank that
+    joined last"""
     lengths: list[int] = dataclasses.field(default_factory=list)
     """Bytes from each member, if they travel with the response"""
+    joined: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What members that have joined need to know of the call: its fields that differ from a `Request`'s"""
 
 
 EMPTY_REQUEST, EMPTY_RESPONSE = Request(kind="", name="", ranks=[]), Response()
 
 
+def changed(message: Request | Response) -> dict[str, Any]:
+    """The fields that do not have their default values."""
+    defaults = vars(EMPTY_REQUEST if isinstance(message, Request) else EMPTY_RESPONSE)
+    return {key: value for key, value in vars(message).items() if value != defaults[key]}
+
+
 def pack(message: Request | Response, payload: bytes = b"") -> bytes:
     """A message as JSON without default values, a zero byte, and the payload."""
-    defaults = vars(EMPTY_REQUEST if isinstance(message, Request) else EMPTY_RESPONSE)
-    fields = {key: value for key, value in vars(message).items() if value != defaults[key]}
+    fields = changed(message)
     if "ranks" in fields:
         fields["ranks"] = format_ranks(fields["ranks"])
     return json.dumps(fields, separators=(",", ":")).encode() + b"\0" + payload
@@ -94,30 +104,60 @@ class PendingCall:
         self.since, self.reported = time.monotonic(), False
 
 
+Complete = tuple[list[int], Response, bytes]
+"""The members of a call that all of them have asked for, the response to them, and its payload"""
+
+
 class Coordinator:
     def __init__(self, stall_limit_s: float) -> None:
         """A call that some ranks have not made after `stall_limit_s` is reported once; 0 turns the reports off."""
         self._limit_s = stall_limit_s or math.inf
         self._pending: dict[str, PendingCall] = {}
+        self._joins: Request | None = None
+        """The request of the ranks that have joined"""
+        self._joined: list[int] = []
+        """These ranks, in the order of their requests"""
 
-    def add(self, rank: int, request: Request, payload: bytes) -> tuple[list[int], Response, bytes] | None:
-        """Adds one rank's request. After the last one it returns the members, the response and its payload."""
-        requests = self._pending.setdefault(request.key, PendingCall()).requests
-        requests[rank] = request, payload
-        if len(requests) < len(request.ranks):
-            return None
-        del self._pending[request.key]
+    def add(self, rank: int, request: Request, payload: bytes) -> list[Complete]:
+        """Adds one rank's request. Returns the calls for which no other request is missing."""
+        if request.kind != "join":
+            call = self._pending.setdefault(request.key, PendingCall())
+            call.requests[rank] = request, payload
+            return [self._complete(request.key)] if not self._absent(call) else []
+        self._joins = request
+        self._joined.append(rank)
+        complete = [self._complete(key) for key in list(self._pending) if not self._absent(self._pending[key])]
+        if len(self._joined) == len(request.ranks):
+            complete.append((request.ranks, Response(key=request.key, sizes=[rank]), b""))
+            self._joins, self._joined = None, []
+        return complete
+
+    def _absent(self, call: PendingCall) -> list[int]:
+        """The members that have not asked for a call. Ranks that have joined need not ask for calls of all ranks."""
+        ranks = next(iter(call.requests.values()))[0].ranks
+        absent = [rank for rank in ranks if rank not in call.requests]
+        if self._joins is not None and self._joins.ranks == ranks:
+            absent = [rank for rank in absent if rank not in self._joined]
+        return absent
+
+    def _complete(self, key: str) -> Complete:
+        requests = self._pending.pop(key).requests
         by_rank = {rank: requests[rank][0] for rank in sorted(requests)}
-        first = by_rank[request.ranks[0]]
+        first = next(iter(by_rank.values()))
+        absent = [rank for rank in first.ranks if rank not in requests]
         response = Response(
-            key=request.key,
-            error=find_disagreement(by_rank) or find_unsupported(first),
+            key=key,
+            error=find_disagreement(by_rank) or find_unsupported(first, joined=bool(absent)),
             sizes=[_sizes(each) for each in by_rank.values()] if first.kind in ("allgather", "alltoall") else [],
+            joined=changed(first) if absent else {},
         )
         payload = b""
-        senders = {first.ranks[first.root]} if first.kind == "broadcast" else set(first.ranks)
+        senders = {first.ranks[first.root]} if first.kind == "broadcast" else set(by_rank)
         if not response.error and all(by_rank[rank].inline for rank in senders):
-            payloads = [requests[rank][1] if rank in senders else b"" for rank in first.ranks]
+            zeros = bytes(len(requests[min(senders)][1]))  # of ranks that have joined
+            payloads = [
+                requests[rank][1] if rank in senders else zeros if rank in absent else b"" for rank in first.ranks
+            ]
             response = dataclasses.replace(response, lengths=[len(each) for each in payloads])
             payload = b"".join(payloads)
         return first.ranks, response, payload
@@ -136,7 +176,7 @@ class Coordinator:
             if not call.reported and call.since + self._limit_s <= time.monotonic():
                 call.reported = True
                 request = next(iter(call.requests.values()))[0]
-                absent = ", ".join(str(rank) for rank in request.ranks if rank not in call.requests)
+                absent = ", ".join(map(str, self._absent(call)))
                 waited = f"{request.label} has waited {self._limit_s:g} s for rank {absent}"
                 lines.append(f"{waited}; hint: every rank must make the same calls")
         return lines
@@ -184,8 +224,10 @@ def _format(value: Any) -> str:
     return str(value[0] if isinstance(value, list) and len(value) == 1 else value)
 
 
-def find_unsupported(request: Request) -> str:
-    """The reason why no rank can have this call; empty if it is possible."""
+def find_unsupported(request: Request, *, joined: bool) -> str:
+    """The reason why no rank can have this call; empty if it is possible. `joined`: whether a member has joined."""
+    if joined and request.kind not in ("allreduce", "barrier"):
+        return f"{request.kind} is not supported with join at this time; hint: call join after it on all ranks"
     if request.kind in ("allgather", "alltoall", "reducescatter") and [] in request.shapes:
         return f"{request.label}: a scalar has no first dimension; hint: reshape it to (1,)"
     return ""

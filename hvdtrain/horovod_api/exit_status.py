@@ -1,26 +1,24 @@
-"""Finds out in an `atexit` function whether this interpreter ends normally.
+"""Finds out in an `atexit` function whether this script ends normally.
 
-CPython handles SystemExit before it calls `atexit` functions and keeps neither the exception nor its status. So
-`raise SystemExit(1)` looks like the end of the file. Two observations distinguish the cases:
-
-- CPython reads the status from the attribute `SystemExit.code` when no Python frame is left.
-- The outermost frame still exists and shows whether its last instruction was a return.
-
-Any other end counts as a failure.
+- The outermost frame shows whether its last instruction was a return.
+- Python sets `sys.last_value` for an exception that nobody has caught.
+- `sys.exit`, `exit` and `quit` are wrapped, and note their status. A SystemExit from elsewhere leaves no trace of its
+  status: one that a script raises itself, or one from a `sys.exit` that it imported by name. It counts as a failure.
 """
 
 from __future__ import annotations
 
-import ctypes
+import builtins
 import dis
-import gc
+import functools
 import sys
 import threading
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
 _UNKNOWN = object()
 _status: Any = _UNKNOWN
-"""The status of the SystemExit that ended the main thread"""
+"""The last status that the main thread gave to `sys.exit`, `exit` or `quit`"""
 _thread: str | None = None
 """Name of the first thread that ended with an exception"""
 _outermost: Any = None
@@ -33,22 +31,9 @@ def watch() -> None:
     _outermost = sys._current_frames()[threading.main_thread().ident or 0]
     while _outermost.f_back is not None:
         _outermost = _outermost.f_back
-
-    stored, exit_ = SystemExit.__dict__["code"], sys.exit
-
-    def code(error: SystemExit) -> Any:
-        global _status
-        status = stored.__get__(error)
-        if sys._getframe().f_back is None:
-            _status = status
-        return status
-
-    gc.get_referents(SystemExit.__dict__)[0]["code"] = property(code, stored.__set__, stored.__delete__)
-    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
-    # Before Python 3.12, the exception that C's sys.exit raises has no code.
-    for names in (vars(sys), vars(sys.modules["__main__"])):
-        names.update({name: _exit for name, value in names.items() if value is exit_})
-
+    for owner, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
+        if hasattr(owner, name):  # python -S has only sys.exit
+            setattr(owner, name, _noting(getattr(owner, name)))
     hook = threading.excepthook
 
     def thread_ended(ended: threading.ExceptHookArgs) -> None:
@@ -60,15 +45,31 @@ def watch() -> None:
     threading.excepthook = thread_ended
 
 
+def _noting(leave: Callable[..., Any]) -> Callable[..., Any]:
+    """`sys.exit`, `exit` or `quit`, which notes the status."""
+
+    @functools.wraps(leave, updated=())
+    def noting(status: Any = None) -> Any:
+        global _status
+        if threading.current_thread() is threading.main_thread():
+            _status = status
+        return leave(status)
+
+    return noting
+
+
 def failure() -> str | None:
     """The reason why the script did not end normally, or None. For use in an `atexit` function."""
     if _thread is not None:
         return f"an exception ended the thread {_thread}"
-    if _status is not _UNKNOWN:
-        shown = f"status {_status}" if isinstance(_status, int) else "a message"
-        return None if _normal(_status) else f"the script exited with {shown}"
-    last = dis.opname[_outermost.f_code.co_code[_outermost.f_lasti]]
-    return None if last.startswith("RETURN") else "an exception ended the script"
+    if dis.opname[_outermost.f_code.co_code[_outermost.f_lasti]].startswith("RETURN"):
+        return None
+    if hasattr(sys, "last_value"):
+        return "an exception ended the script"
+    if _status is _UNKNOWN:
+        return "a SystemExit whose status is unknown ended the script; hint: call sys.exit() instead of raising it"
+    shown = f"status {_status}" if isinstance(_status, int) else "a message"
+    return None if _normal(_status) else f"the script exited with {shown}"
 
 
 def handled_failure() -> str | None:
@@ -80,7 +81,3 @@ def handled_failure() -> str | None:
 
 def _normal(status: Any) -> bool:
     return status is None or (isinstance(status, int) and status == 0)
-
-
-def _exit(status: Any = None) -> NoReturn:
-    raise SystemExit(status)

@@ -1,30 +1,51 @@
-"""Chooses between Horovod's functions and hvdtrain's own, which have the same names."""
+"""Horovod, if it is installed: its functions carry a script's calls unless hvdtrain's TCP backend does."""
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Sequence
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from hvdtrain.system import install
+from hvdtrain.horovod_api import ranks
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def either(horovod: Sequence[str], own: Sequence[str]) -> tuple[ModuleType, dict[str, Any], str]:
-    """Import Horovod's modules or, if that fails, ours.
+class Horovod:
+    """Horovod's functions for one framework."""
 
-    Returns the first module, the public names of all (the last module takes precedence), and why Horovod's modules
-    cannot be imported, which is empty if they can. Raises ModuleNotFoundError without the framework.
-    """
-    missing = ""
-    try:
-        modules = [importlib.import_module(name) for name in horovod]
-    except ImportError as error:
-        missing = f"{horovod[0].rpartition('.')[0]} cannot be imported ({error})"
+    def __init__(self, framework: str, *modules: str) -> None:
+        """`framework`: torch or tensorflow. `modules`: names of Horovod's modules, in the order of precedence."""
+        self.framework = framework
+        self.missing = ""
+        """Why Horovod cannot be imported; empty if it can"""
+        self._modules: list[Any] = []
         try:
-            modules = [importlib.import_module(name) for name in own]
-        except ModuleNotFoundError as absent:
-            hint = install.package(absent.name or "")
-            raise ModuleNotFoundError(f"{absent}; hint: {hint}", name=absent.name) from None
-    names = {name: value for module in modules for name, value in vars(module).items() if not name.startswith("__")}
-    return modules[0], names, missing
+            self._modules = [importlib.import_module(name) for name in modules]
+        except ImportError as error:
+            self.missing = f"horovod.{framework} cannot be imported ({error})"
+
+    def get(self, name: str) -> Any:
+        """Horovod's function or class of this name. Raises AttributeError."""
+        for module in self._modules:
+            if hasattr(module, name):
+                return getattr(module, name)
+        raise AttributeError(self.missing or f"Horovod has no {name}")
+
+    def or_own(self, own: Function) -> Function:
+        """A function that calls Horovod's of the same name, or `own` while the TCP backend carries the calls."""
+        if self.missing:
+            return own
+        theirs = self.get(own.__name__)
+
+        @functools.wraps(own)
+        def chosen(*arguments: Any, **named: Any) -> Any:
+            return (own if ranks.is_connected() else theirs)(*arguments, **named)
+
+        return chosen  # type: ignore[return-value]
+
+    def or_own_if_missing(self, own: Function) -> Function:
+        """Horovod's function of the same name; `own` without Horovod."""
+        theirs: Function = own if self.missing else self.get(own.__name__)
+        return theirs

@@ -1,12 +1,11 @@
 """The job of a user's script: its ranks, its strategy, and the backend that carries out its calls.
 
-With Horovod's own exchange, Horovod's Python functions and its library are unchanged. With a strategy on our TCP
-backend no Horovod thread runs. Horovod's Python functions then call a `Basics` for ranks and sizes, and the framework's
-operations, which `calls` carries out. The calls and each strategy have separate connections, so an exchange in the
-background never meets a call.
+With Horovod's own exchange, Horovod's library carries the calls, and the public names are Horovod's functions. With a
+strategy, no Horovod thread runs: the same names are hvdtrain's functions on the TCP backend (see `installed`). The
+calls and each strategy have separate connections, so an exchange in the background never meets a call.
 
 If a script requests its strategy after Horovod has started, the ranks exchange their addresses through Horovod,
-connect, and shut Horovod down.
+connect, and shut Horovod down. What Horovod has made by then, such as its optimizers, can no longer be used.
 
 With `launch/mpirun.sh --elastic` an `ElasticCommunicator` connects the ranks. If a host is lost, it connects the others
 again, and the job and its strategies connect again through it (see `elastic`).
@@ -22,7 +21,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -35,9 +33,12 @@ from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.comm.stream import connect_ranks, swap
 from hvdtrain.comm.world import RankGroup, connect
 from hvdtrain.config.options import TrainConfig
-from hvdtrain.horovod_api import record
-from hvdtrain.horovod_api.basics import Basics
-from hvdtrain.horovod_api.ranks import Job
+from hvdtrain.horovod_api import process_sets as sets
+from hvdtrain.horovod_api import ranks, record
+from hvdtrain.horovod_api.installed import Horovod
+from hvdtrain.horovod_api.ranks import NOT_INITIALISED, Job
+from hvdtrain.horovod_api.ranks import is_connected as is_connected
+from hvdtrain.horovod_api.ranks import job as job
 from hvdtrain.strategies import Exchange, automatic, parse
 from hvdtrain.strategies.automatic import Rule
 from hvdtrain.strategies.cost import Shape
@@ -47,28 +48,15 @@ from hvdtrain.system.exits import Failure
 from hvdtrain.training import profiled
 
 VARIABLE = "HVDTRAIN_STRATEGY"
-NOT_INITIALISED = "Horovod has not been initialized; use hvd.init()."
-"""Horovod's error message"""
 WITHOUT_HOROVOD = {"torchrun": "torchrun", "elastic": "--elastic", "torch.distributed": "torch.distributed"}
 """Launchers that Horovod does not support, and their names in messages"""
 
 
-@dataclasses.dataclass(frozen=True)
-class Front:
-    """Horovod's Python functions for one framework, and how to replace the operations that they call."""
+class Front(Horovod):
+    """Horovod's functions for one framework, `init` and `shutdown`."""
 
-    framework: str
-    """torch or tensorflow"""
-    module: ModuleType
-    """horovod.torch.mpi_ops or horovod.tensorflow.mpi_ops"""
-    holder: str
-    """The attribute of `module` that holds the framework's operations"""
-    operations: Callable[[Job, Any], Any]
-    """Creates the replacement of these operations from the job and Horovod's own"""
-    missing: str = ""
-    """Why Horovod cannot be imported, so that `module` has hvdtrain's functions; empty if it has Horovod's"""
-
-    def __post_init__(self) -> None:
+    def __init__(self, framework: str, *modules: str) -> None:
+        super().__init__(framework, *modules)
         _known.append(self)
 
     def init(self, comm: Any = None, process_sets: Any = None) -> None:
@@ -81,18 +69,27 @@ class Front:
     def shutdown(self) -> None:
         """`hvd.shutdown`: writes the end of the run's records and disconnects this rank."""
         record.finish()
-        self.module.shutdown()
+        if is_connected():
+            shutdown()
+        else:
+            self.end_horovod()
+
+    def is_initialized(self) -> bool:
+        """Whether Horovod or the TCP backend has connected the ranks."""
+        return is_connected() or (not self.missing and bool(self.get("is_initialized")()))
+
+    def end_horovod(self) -> None:
+        """Shut Horovod's library down, if there is one."""
+        if not self.missing:
+            self.get("shutdown")()
 
 
 _group: RankGroup | None = None
 """Outlives a job, which may be shut down and initialised again"""
-_job: Job | None = None
 _known: list[Front] = []
 """The fronts that were imported"""
 _fronts: dict[str, Front] = {}
 """The initialised fronts, by framework"""
-_replaced: list[tuple[Any, str, Any]] = []
-"""The attributes that `_carry` replaced: object, name, original value"""
 
 
 def rule(strategy: str | None = None) -> Rule | None:
@@ -162,14 +159,15 @@ def init(front: Front, comm: Any = None, process_sets: Any = None, strategy: str
 
     Raises Failure if scripts cannot use the strategy, or the ranks cannot find each other.
     """
-    global _group, _job
-    if front.framework in _fronts and front.module.is_initialized():
+    global _group
+    if front.framework in _fronts and front.is_initialized():
         return
     if _group is None:
         lifecycle.guard(debug=False)
     exchange = wanted(strategy, chooses=True)
-    if exchange is None and _job is None:
-        front.module.init(comm, process_sets)
+    if exchange is None and ranks.current is None:
+        front.get("init")(comm, process_sets)
+        sets.global_process_set.ranks = list(range(front.get("size")()))
         if front.framework == "torch":  # in TensorFlow it would compute, which fixes the GPUs and threads
             _form_group(front)
     else:
@@ -181,9 +179,8 @@ def init(front: Front, comm: Any = None, process_sets: Any = None, strategy: str
         if launch_env().launcher == "elastic" and process_sets:
             problem = "--elastic cannot be combined with process sets; hint: leave process_sets= out"
             raise Failure(problem, exits.BAD_CONFIG)
-        _job = _job or Job(_group, front.framework)
-        _carry(front, _job)
-        front.module.init(comm, process_sets)
+        ranks.current = ranks.current or Job(_group, front.framework)
+        sets.begin(comm, process_sets)
     _fronts[front.framework] = front
 
 
@@ -206,12 +203,12 @@ def exchange(strategy: str | None = None) -> Exchange | None:
     scripts cannot use the strategy.
     """
     exchange = wanted(strategy, chooses=True)
-    if not any(front.module.is_initialized() for front in _fronts.values()):
+    if not any(front.is_initialized() for front in _fronts.values()):
         raise ValueError(NOT_INITIALISED)
-    if exchange is None and _job is not None:
+    if exchange is None and ranks.current is not None:
         reason = f"Horovod is not running, because {VARIABLE} or an earlier optimizer requested another strategy"
         raise Failure(f"strategy {strategy}: {reason}; hint: use {DEFAULT_REDUCER}", exits.BAD_CONFIG)
-    if _job is None:
+    if ranks.current is None:
         _form_group(next(iter(_fronts.values())))
         if exchange is not None:
             _switch_to_tcp()
@@ -221,7 +218,7 @@ def exchange(strategy: str | None = None) -> Exchange | None:
 def _form_group(front: Front) -> None:
     """Forms the group of the ranks that Horovod connects, once. Collective."""
     global _group
-    if _group is None and front.module.size() > 1:
+    if _group is None and front.get("size")() > 1:
         _group = RankGroup.watched(HorovodCommunicator(front.framework, gpu=False, timeline=False), stall_limit_s())
 
 
@@ -235,15 +232,15 @@ def recorder(
     """
     if record.begun:
         return record.steps()
-    if _job is not None and _job.joins:
+    if ranks.current is not None and ranks.current.joins:
         return None  # the others have opened the run folder
     group = _group or RankGroup.watched(Communicator())
-    if _job is not None:
-        ranks, default = world or _job.world(), DEFAULT_REDUCER
+    if ranks.current is not None:
+        group_ranks, default = world or ranks.current.world(), DEFAULT_REDUCER
     else:
-        ranks, default = connect(next(iter(_fronts)), group=group), TrainConfig.strategy
+        group_ranks, default = connect(next(iter(_fronts)), group=group), TrainConfig.strategy
     exchange, gather = exchange or parse(default), functools.partial(_last_gather, group)
-    return record.begin(ranks, exchange, shapes=shapes, device=device, threads=threads, gather=gather)
+    return record.begin(group_ranks, exchange, shapes=shapes, device=device, threads=threads, gather=gather)
 
 
 def _last_gather(group: RankGroup) -> Callable[[bytes], list[bytes]]:
@@ -268,30 +265,17 @@ def _last_gather(group: RankGroup) -> Callable[[bytes], list[bytes]]:
 
 def leave() -> None:
     """This rank's script has ended: ranks that still wait for it get an error."""
-    if _job is not None:
-        _job.leave()
+    if ranks.current is not None:
+        ranks.current.leave()
     else:
         for front in _fronts.values():
-            front.module.shutdown()
+            front.end_horovod()
 
 
 def reconnect() -> None:
     """Connects the ranks of an elastic job that are left. Collective. Raises PeerLost or Failure (69)."""
     job().reconnect()
-    for front in _fronts.values():
-        front.module.init()  # its process set of all ranks gets the present ones
-
-
-def is_connected() -> bool:
-    """Whether there is a job on the TCP backend."""
-    return _job is not None
-
-
-def job() -> Job:
-    """The job on the TCP backend. Raises ValueError if there is none."""
-    if _job is None:
-        raise ValueError(NOT_INITIALISED)
-    return _job
+    sets.begin(None, None)  # the set of all ranks gets the present ones
 
 
 def check_beginning(world: Communicator, weights: int, how: str) -> None:
@@ -307,44 +291,28 @@ def check_beginning(world: Communicator, weights: int, how: str) -> None:
 
 def _switch_to_tcp() -> None:
     """Connects the ranks through Horovod and shuts it down."""
-    global _group, _job
+    global _group
     front = next(iter(_fronts.values()))
-    sets = front.module._basics._get_process_set_ids_and_ranks()
+    numbered = front.get("_basics")._get_process_set_ids_and_ranks()
     group = _group or RankGroup.watched(Communicator())
     rendezvous = group.rendezvous
     if rendezvous.size > 1:  # later connections can no longer use Horovod to exchange addresses
         rendezvous = TcpCommunicator(rendezvous, group.endpoint)
     _group = dataclasses.replace(group, rendezvous=rendezvous)
-    _job = Job(_group, front.framework)  # all ranks are here, so none still needs Horovod
-    _job.sets = {number: tuple(ranks) for number, ranks in sets.items()}
+    ranks.current = Job(_group, front.framework)  # all ranks are here, so none still needs Horovod
+    ranks.current.sets = {number: tuple(members) for number, members in numbered.items()}
     for each in _fronts.values():
-        each.module.shutdown()
-        _carry(each, _job)
-    if _job.rank == 0:
+        each.end_horovod()
+    if ranks.current.rank == 0:
         _print(f"Horovod has shut down; hvdtrain's TCP backend takes over (set {VARIABLE} to start without Horovod)")
 
 
-def _carry(front: Front, job: Job) -> None:
-    """Makes Horovod's Python functions use the job."""
-    module = front.module
-    replacements = [(module, front.holder, front.operations(job, getattr(module, front.holder)))]
-    if not front.missing:  # our functions ask the job for ranks and sizes
-        basics = module._basics
-        replacements.append((basics, "MPI_LIB_CTYPES", Basics(job, basics.MPI_LIB_CTYPES, shutdown)))
-    for owner, name, replacement in replacements:
-        _replaced.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, replacement)
-
-
 def shutdown() -> None:
-    """Closes the connections and restores Horovod's own library; a second call does nothing."""
-    global _job
+    """Closes the connections; a second call does nothing."""
     record.finish()
-    while _replaced:
-        setattr(*_replaced.pop())
-    if _job is not None:
-        _job.close()
-    _job = None
+    if ranks.current is not None:
+        ranks.current.close()
+    ranks.current = None
     _fronts.clear()
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import gc
 import os
 import socket
 import threading
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from hvdtrain.comm import lifecycle
 from hvdtrain.comm.backends.base import Communicator
@@ -19,8 +21,26 @@ from hvdtrain.config.options import TrainConfig
 from hvdtrain.horovod_api.calls import Calls
 from hvdtrain.strategies import Exchange, Strategy
 from hvdtrain.strategies.cost import Shape
+from hvdtrain.strategies.registry import DEFAULT_REDUCER
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
+
+NOT_INITIALISED = "Horovod has not been initialized; use hvd.init()."
+"""Horovod's error message"""
+current: Job | None = None
+"""The job on the TCP backend"""
+
+
+def is_connected() -> bool:
+    """Whether there is a job on the TCP backend."""
+    return current is not None
+
+
+def job() -> Job:
+    """The job on the TCP backend. Raises ValueError if there is none."""
+    if current is None:
+        raise ValueError(NOT_INITIALISED)
+    return current
 
 
 def fresh(exchange: Exchange, world: Communicator, shapes: Sequence[Shape]) -> Strategy:
@@ -45,6 +65,7 @@ class Job:
         """Number of times that the ranks have connected again"""
         self.protected = False
         """Whether this rank has called a function of `hvd.elastic.run`"""
+        self._joining: list[weakref.WeakMethod[Callable[[], bool]]] = []
         self._exchanged: set[Hashable] = set()
         self._connecting, self._registering = threading.Lock(), threading.Lock()
         self._worlds = weakref.WeakSet[Communicator]()
@@ -90,6 +111,32 @@ class Job:
             self._worlds.add(world)
         self._check_connected()
         return world
+
+    def on_join(self, take_part: Callable[[], bool]) -> None:
+        """Register a method of an optimizer, which is forgotten with the optimizer, for a rank that has joined.
+
+        It makes one exchange of the optimizer's strategy with zeros, and returns whether all ranks have joined. All
+        ranks must learn that from the same exchange, for example from a number in the tail of its vector that sums up
+        how many ranks have joined. Called repeatedly until it returns True, on a thread for each method.
+        """
+        self._joining.append(weakref.WeakMethod(take_part))
+
+    def join(self) -> int:
+        """This rank has no more steps: take part in the other ranks' allreduces and exchanges with zeros. Collective.
+
+        Returns the rank that joined last, when all have. Raises NotImplementedError if a strategy cannot take part.
+        """
+        gc.collect()  # optimizers that the script no longer has do not count
+        methods = [method for each in self._joining if (method := each()) is not None]
+        if len(self._strategies) > len(methods):
+            hint = f"use {DEFAULT_REDUCER} by calls (compression=), or the same number of steps on each rank"
+            raise NotImplementedError(f"hvd.join cannot take part in the exchanges of a strategy; hint: {hint}")
+        handle = self.calls.start("join")  # the thread of the calls takes part in allreduces
+        if methods:
+            with ThreadPoolExecutor(len(methods), thread_name_prefix="hvdtrain-join") as threads:
+                for done in [threads.submit(_until_true, method) for method in methods]:
+                    done.result()
+        return int(self.calls.finish(handle))
 
     def exchanging(self, what: Hashable) -> None:
         """Called before gradients or values are reduced; `what` is equal in each step.
@@ -140,3 +187,8 @@ class Job:
             world.shutdown()
         self._worlds.clear()
         self.calls.close()
+
+
+def _until_true(function: Callable[[], bool]) -> None:
+    while not function():
+        pass

@@ -1,8 +1,8 @@
 """Drop-in module for `import horovod.tensorflow as hvd`, with Horovod's names and hvdtrain's strategies.
 
-Horovod's functions are used unchanged. `init` decides whether Horovod or, with HVDTRAIN_STRATEGY, hvdtrain's TCP
-backend carries their calls (see `hvdtrain.horovod_api.job`). Without Horovod, `standalone` has the same functions for
-the TCP backend. docs/reference/horovod-compatibility.md lists the names and how each behaves.
+`init` decides whether Horovod or hvdtrain's TCP backend carries the calls (see `hvdtrain.horovod_api.job`). A name is
+Horovod's function in the first case, and hvdtrain's own with the same results in the second.
+docs/reference/horovod-compatibility.md lists the names and how each behaves.
 """
 
 from __future__ import annotations
@@ -17,21 +17,26 @@ from hvdtrain.horovod_api import job
 from hvdtrain.horovod_api.record import log as log
 from hvdtrain.strategies.registry import DEFAULT_REDUCER
 from hvdtrain.tensorflow import api as _horovod
+from hvdtrain.tensorflow import collectives as mpi_ops  # noqa: F401
 from hvdtrain.tensorflow import elastic as elastic
+from hvdtrain.tensorflow import operations
 from hvdtrain.tensorflow.api import *  # noqa: F403
-from hvdtrain.tensorflow.api import _executing_eagerly as _executing_eagerly
-from hvdtrain.tensorflow.api import global_process_set, mpi_ops
-from hvdtrain.tensorflow.operations import Operations
+from hvdtrain.tensorflow.api import global_process_set
+from hvdtrain.tensorflow.collectives import FRONT as _FRONT
 from hvdtrain.tensorflow.step import tensor
 from hvdtrain.tensorflow.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
 from hvdtrain.tensorflow.tape import DistributedGradientTape as DistributedGradientTape
 from hvdtrain.tensorflow.tape import PartialDistributedGradientTape as PartialDistributedGradientTape
 
-_FRONT = job.Front("tensorflow", mpi_ops, "MPI_LIB", Operations, _horovod.MISSING)
 init, shutdown = _FRONT.init, _FRONT.shutdown
 
 
-def broadcast_variables(
+def __getattr__(name: str) -> Any:
+    """What Horovod's module has besides, if it is installed. Raises AttributeError."""
+    return _FRONT.get(name)
+
+
+def broadcast_variables(  # type: ignore[no-redef]
     variables: Sequence[Any], root_rank: int, process_set: Any = global_process_set, inplace: bool = False
 ) -> Any:
     """Broadcast TensorFlow's or Keras' variables from one rank. Collective.
@@ -39,9 +44,9 @@ def broadcast_variables(
     The TCP backend sends only a checksum if all ranks hold the same bytes, for example because they used the same seed.
     """
     plain = [tensor(variable) for variable in variables]
-    operations, eagerly = mpi_ops.MPI_LIB, _tf.executing_eagerly()
-    if isinstance(operations, Operations) and eagerly:
-        return operations.broadcast_variables(plain, root_rank, process_set.process_set_id)
+    eagerly = _tf.executing_eagerly()
+    if job.is_connected() and eagerly:
+        return operations.broadcast_variables(plain, root_rank, process_set)
     if inplace or not eagerly:
         return _horovod.broadcast_variables(plain, root_rank, process_set, inplace)
 
@@ -54,7 +59,9 @@ def broadcast_variables(
     return broadcast()
 
 
-def DistributedOptimizer(optimizer: Any, *arguments: Any, strategy: str | None = None, **named: Any) -> Any:
+def DistributedOptimizer(  # type: ignore[no-redef]
+    optimizer: Any, *arguments: Any, strategy: str | None = None, **named: Any
+) -> Any:
     """Wrap a Keras optimizer as `hvdtrain.keras` does, or one of `tf.compat.v1` as Horovod does.
 
     Raises ValueError for the latter with a strategy.

@@ -1,17 +1,23 @@
-"""Horovod's functions for TensorFlow if it is installed, otherwise hvdtrain's own."""
+"""Horovod's functions for TensorFlow, without hvdtrain's strategies."""
 
 from typing import Any
 
-from hvdtrain.horovod_api.installed import either
-
-mpi_ops, _names, MISSING = either(
-    ["horovod.tensorflow.mpi_ops", "horovod.tensorflow"], ["hvdtrain.tensorflow.standalone"]
-)
-"""The module with the calls, and why Horovod cannot be imported (empty if it can)"""
-globals().update(_names)
-for _replaced in ("keras", "elastic"):  # Horovod's; modules of hvdtrain.tensorflow replace them
-    globals().pop(_replaced, None)
+from hvdtrain.horovod_api.functions import Adasum as Adasum
+from hvdtrain.horovod_api.functions import Average as Average
+from hvdtrain.horovod_api.functions import Max as Max
+from hvdtrain.horovod_api.functions import Min as Min
+from hvdtrain.horovod_api.functions import Product as Product
+from hvdtrain.horovod_api.functions import Sum as Sum
+from hvdtrain.horovod_api.process_sets import ProcessSet as ProcessSet
+from hvdtrain.horovod_api.process_sets import add_process_set as add_process_set
+from hvdtrain.horovod_api.process_sets import global_process_set as global_process_set
+from hvdtrain.horovod_api.process_sets import remove_process_set as remove_process_set
+from hvdtrain.tensorflow.calling import DistributedGradientTape as DistributedGradientTape
+from hvdtrain.tensorflow.calling import DistributedOptimizer as DistributedOptimizer
+from hvdtrain.tensorflow.collectives import *  # noqa: F403
+from hvdtrain.tensorflow.collectives import FRONT
 
 
 def __getattr__(name: str) -> Any:
-    raise AttributeError(f"Horovod has no {name}")
+    """What Horovod has besides, if it is installed. Raises AttributeError."""
+    return FRONT.get(name)

@@ -12,7 +12,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from hvdtrain.horovod_api import job
 from hvdtrain.system.rates import ring_bytes
 from hvdtrain.tensorflow import api as horovod
-from hvdtrain.tensorflow.api import mpi_ops
+from hvdtrain.tensorflow.collectives import size
 from hvdtrain.tensorflow.step import Step, tensor
 
 
@@ -27,7 +27,7 @@ class Recorded:
         plain = [tensor(variable) for variable in variables]
         sent = [compression.compress(tf.zeros(variable.shape, variable.dtype))[0] for variable in plain]
         payload_bytes = sum(int(each.shape.num_elements()) * each.dtype.size for each in sent)
-        self.sent_bytes = ring_bytes(payload_bytes, mpi_ops.size())
+        self.sent_bytes = ring_bytes(payload_bytes, size())
         """Bytes of a step, if Horovod's calls exchange"""
         self._steps = job.recorder(
             exchange.exchange if exchange else None,

@@ -1,14 +1,28 @@
-"""Horovod's functions for PyTorch if it is installed, otherwise hvdtrain's own."""
+"""Horovod's functions for PyTorch, without hvdtrain's strategies."""
 
 from typing import Any
 
-from hvdtrain.horovod_api.installed import either
+from hvdtrain.comm.backends.horovod import internal_error
+from hvdtrain.horovod_api.functions import Adasum as Adasum
+from hvdtrain.horovod_api.functions import Average as Average
+from hvdtrain.horovod_api.functions import Max as Max
+from hvdtrain.horovod_api.functions import Min as Min
+from hvdtrain.horovod_api.functions import Product as Product
+from hvdtrain.horovod_api.functions import Sum as Sum
+from hvdtrain.horovod_api.process_sets import ProcessSet as ProcessSet
+from hvdtrain.horovod_api.process_sets import add_process_set as add_process_set
+from hvdtrain.horovod_api.process_sets import global_process_set as global_process_set
+from hvdtrain.horovod_api.process_sets import remove_process_set as remove_process_set
+from hvdtrain.torch.broadcasts import broadcast_optimizer_state as broadcast_optimizer_state
+from hvdtrain.torch.broadcasts import broadcast_parameters as broadcast_parameters
+from hvdtrain.torch.calling import DistributedOptimizer as DistributedOptimizer
+from hvdtrain.torch.collectives import *  # noqa: F403
+from hvdtrain.torch.collectives import FRONT
+from hvdtrain.torch.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 
-mpi_ops, _names, MISSING = either(["horovod.torch.mpi_ops", "horovod.torch"], ["hvdtrain.torch.standalone"])
-"""The module with the calls, and why Horovod cannot be imported (empty if it can)"""
-globals().update(_names)
-globals().pop("elastic", None)  # Horovod's; hvdtrain.torch.elastic replaces it
+HorovodInternalError = internal_error()
 
 
 def __getattr__(name: str) -> Any:
-    raise AttributeError(f"Horovod has no {name}")
+    """What Horovod has besides, if it is installed. Raises AttributeError."""
+    return FRONT.get(name)

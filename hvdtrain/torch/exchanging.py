@@ -116,7 +116,7 @@ class Exchanging(torch.optim.Optimizer):
             return next(iter(self._losses), None)
         if self._synchronized and self._should_synchronize:
             warnings.warn(
-                "optimizer.step() was called after optimizer.synchronize() without optimizer.skip_synchronize(); the "
+                "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(); the "
                 "gradients are not exchanged again",
                 stacklevel=2,
             )

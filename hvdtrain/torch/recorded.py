@@ -10,7 +10,7 @@ import torch
 
 from hvdtrain.horovod_api import job
 from hvdtrain.system.rates import ring_bytes
-from hvdtrain.torch.api import mpi_ops
+from hvdtrain.torch.collectives import size
 
 
 def learning_rate(optimizer: Any) -> float | None:
@@ -33,7 +33,7 @@ def recorded(optimizer: Any) -> Any:
         return optimizer
     with torch.no_grad():
         sent = [optimizer._compression.compress(torch.zeros_like(each))[0] for each in weights if each.requires_grad]
-    sent_bytes = ring_bytes(sum(each.numel() * each.element_size() for each in sent), mpi_ops.size())
+    sent_bytes = ring_bytes(sum(each.numel() * each.element_size() for each in sent), size())
     del sent
     synchronize, step, waited_s = optimizer.synchronize, optimizer.step, 0.0
 

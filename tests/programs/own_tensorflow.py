@@ -283,7 +283,6 @@ def errors() -> dict[str, str]:
         "shapes": lambda: hvd.allreduce(tf.zeros(2 + hvd.rank()), name="shapes"),
     }
     if ON_TCP:
-        calls["join"] = hvd.join
         calls["adasum"] = lambda: hvd.allreduce(tf.ones(2), op=hvd.Adasum)
         calls["weights"] = lambda: _apart(distributed(plain(), strategy="local-sgd"))
     report = {}

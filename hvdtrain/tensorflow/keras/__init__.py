@@ -3,12 +3,8 @@
 TensorFlow's Keras is Keras 3.
 """
 
-import contextlib
-
-with contextlib.suppress(ImportError):  # hvdtrain.keras has the same names
-    from horovod.tensorflow.keras import *  # noqa: F403
-
 from hvdtrain.keras import *  # noqa: F403
+from hvdtrain.keras import __getattr__ as __getattr__
 from hvdtrain.tensorflow.api import ProcessSet as ProcessSet
 from hvdtrain.tensorflow.api import add_process_set as add_process_set
 from hvdtrain.tensorflow.api import remove_process_set as remove_process_set

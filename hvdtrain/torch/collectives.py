@@ -1,8 +1,7 @@
-"""Horovod's PyTorch functions on the TCP backend, for an environment without Horovod.
+"""Horovod's calls for PyTorch: hvdtrain's own on the TCP backend, or Horovod's while Horovod carries them.
 
-Names, arguments and gradients equal Horovod 0.28's (horovod.readthedocs.io, API); bfloat16 and channels_last tensors
-can be exchanged too. `SyncBatchNorm` and `join` raise
-NotImplementedError.
+Names, arguments and gradients equal Horovod 0.28's (horovod.readthedocs.io, API). On the TCP backend bfloat16 and
+channels_last tensors can be exchanged too.
 """
 
 from __future__ import annotations
@@ -10,29 +9,40 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hvdtrain.comm.backends.horovod import internal_error
-from hvdtrain.horovod_api import job, standalone
-from hvdtrain.horovod_api.calls import needs_horovod
-from hvdtrain.horovod_api.standalone import *  # noqa: F403
-from hvdtrain.horovod_api.standalone import Average, ProcessSet, Sum, global_process_set, operator
+from hvdtrain.horovod_api import functions, job
+from hvdtrain.horovod_api.functions import Average, Sum, operator
+from hvdtrain.horovod_api.process_sets import global_process_set
+from hvdtrain.torch import operations
 
-HorovodInternalError = internal_error()
-TYPES = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-TYPES |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""Memory formats besides the contiguous one, by number of dimensions"""
+FRONT = job.Front("torch", "horovod.torch.mpi_ops", "horovod.torch")
 
 Call = Callable[[Any], Any]
 
-mpi_lib: Any = None
-"""The `Operations` of the current job"""
-_outputs: dict[int, Any] = {}
-"""What `synchronize` returns, by handle"""
+(
+    is_initialized,
+    rank,
+    size,
+    local_rank,
+    local_size,
+    cross_rank,
+    cross_size,
+    is_homogeneous,
+    mpi_threads_supported,
+    mpi_enabled,
+    gloo_enabled,
+    start_timeline,
+    stop_timeline,
+) = map(FRONT.or_own, functions.INITIALISED)
+mpi_built, gloo_built, cuda_built, rocm_built, ddl_built, nccl_built, ccl_built = map(
+    FRONT.or_own_if_missing, functions.BUILT
+)
+broadcast_object = FRONT.or_own(functions.broadcast_object)
+allgather_object = FRONT.or_own(functions.allgather_object)
 
 
 class Compression:
@@ -61,46 +71,16 @@ class Compression:
             return tensor.type(ctx) if ctx.is_floating_point else tensor
 
 
-# --- handles ----------------------------------------------------------------------------------------------------------
-
-
-def _start(kind: str, inputs: Any, outputs: Any, name: str | None, process_set: ProcessSet, **settings: Any) -> int:
-    """Start a call and return its handle. Raises ValueError for tensors that Horovod rejects."""
-    for tensor in inputs if isinstance(inputs, list) else [inputs]:
-        if tensor.dtype not in TYPES and (tensor.dtype != torch.bool or kind in ("allreduce", "reducescatter")):
-            raise ValueError(f"Tensor type {tensor.type()} is not supported.")
-        layout = LAYOUTS.get(tensor.ndim, torch.contiguous_format)
-        if not (tensor.is_contiguous() or tensor.is_contiguous(memory_format=layout)):
-            raise ValueError("Tensor is required to be contiguous.")
-    job.job()  # raises the error if there is none
-    try:
-        handle = mpi_lib.start(kind, inputs, outputs, name, process_set.process_set_id, **settings)
-    except RuntimeError as error:
-        raise _error(error) from error
-    _outputs[handle] = outputs
-    return handle
-
-
-def _error(error: RuntimeError) -> RuntimeError:
-    """Horovod raises HorovodInternalError for all but missing features."""
-    return error if isinstance(error, NotImplementedError) else HorovodInternalError(str(error))
-
-
+@FRONT.or_own
 def poll(handle: int) -> bool:
     """Whether `synchronize` would return at once."""
-    return bool(mpi_lib.horovod_torch_poll(handle))
+    return operations.poll(handle)
 
 
+@FRONT.or_own
 def synchronize(handle: int) -> Any:
     """Wait for a call and return its result; None for an unknown handle."""
-    if handle not in _outputs:
-        return None
-    outputs = _outputs.pop(handle)
-    try:
-        mpi_lib.horovod_torch_wait_and_clear(handle)
-    except RuntimeError as error:
-        raise _error(error) from error
-    return outputs
+    return operations.synchronize(handle)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -144,6 +124,7 @@ def _new(given: Any, *shape: int) -> Any:
 # --- collectives: each accepts one tensor or a list of tensors --------------------------------------------------------
 
 
+@FRONT.or_own
 def allreduce_async(
     tensor: Any,
     average: bool | None = None,
@@ -154,9 +135,10 @@ def allreduce_async(
     process_set: Any = global_process_set,
 ) -> int:
     scales = {"prescale": prescale_factor, "postscale": postscale_factor}
-    return _start("allreduce", tensor, _new(tensor), name, process_set, op=operator(op, average), **scales)
+    return operations.start("allreduce", tensor, _new(tensor), name, process_set, op=operator(op, average), **scales)
 
 
+@FRONT.or_own
 def allreduce_async_(
     tensor: Any,
     average: bool | None = None,
@@ -167,9 +149,10 @@ def allreduce_async_(
     process_set: Any = global_process_set,
 ) -> int:
     scales = {"prescale": prescale_factor, "postscale": postscale_factor}
-    return _start("allreduce", tensor, tensor, name, process_set, op=operator(op, average), **scales)
+    return operations.start("allreduce", tensor, tensor, name, process_set, op=operator(op, average), **scales)
 
 
+@FRONT.or_own
 def allreduce_(
     tensor: Any,
     average: bool | None = None,
@@ -184,6 +167,7 @@ def allreduce_(
     )
 
 
+@FRONT.or_own
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -203,6 +187,7 @@ def allreduce(
     return _differentiable(tensor, lambda each: allreduce_async(each, average, name, *rest), backward, compression)
 
 
+@FRONT.or_own
 def sparse_allreduce_async(
     tensor: Tensor, name: str, op: Any, process_set: Any = global_process_set
 ) -> Callable[[], Tensor]:
@@ -218,10 +203,12 @@ def sparse_allreduce_async(
     return finish
 
 
+@FRONT.or_own
 def allgather_async(tensor: Any, name: str | None = None, process_set: Any = global_process_set) -> int:
-    return _start("allgather", tensor, _new(tensor, 0), name, process_set)
+    return operations.start("allgather", tensor, _new(tensor, 0), name, process_set)
 
 
+@FRONT.or_own
 def allgather(tensor: Any, name: str | None = None, process_set: Any = global_process_set) -> Any:
     counts = [each.shape[0] if each.ndim else 1 for each in _several(tensor)]
 
@@ -235,30 +222,35 @@ def allgather(tensor: Any, name: str | None = None, process_set: Any = global_pr
     return _differentiable(tensor, lambda each: allgather_async(each, name, process_set), backward)
 
 
+@FRONT.or_own
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = global_process_set
 ) -> int:
-    return _start("broadcast", tensor, _new(tensor), name, process_set, root=root_rank)
+    return operations.start("broadcast", tensor, _new(tensor), name, process_set, root=root_rank)
 
 
+@FRONT.or_own
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = global_process_set
 ) -> int:
-    return _start("broadcast", tensor, tensor, name, process_set, root=root_rank)
+    return operations.start("broadcast", tensor, tensor, name, process_set, root=root_rank)
 
 
+@FRONT.or_own
 def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = global_process_set) -> Any:
     return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
 
 
+@FRONT.or_own
 def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = global_process_set) -> Any:
     def backward(gradients: list[Tensor]) -> list[Tensor]:
         mean = allreduce(gradients[0], op=Average, process_set=process_set)
-        return [mean if standalone.rank() == root_rank else mean * 0]
+        return [mean if rank() == root_rank else mean * 0]
 
     return _differentiable(tensor, lambda each: broadcast_async(each, root_rank, name, process_set), backward)
 
 
+@FRONT.or_own
 def alltoall_async(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: Any = global_process_set
 ) -> int:
@@ -266,11 +258,11 @@ def alltoall_async(
     if given.numel() and given.dtype != torch.int32:
         raise ValueError(f"alltoall takes splits as int32, not {given.dtype}")
     outputs = [_new(tensor, 0), torch.empty(0, dtype=torch.int32)]
-    handle = _start("alltoall", tensor, outputs, name, process_set, splits=given.cpu().numpy())
-    _outputs[handle] = outputs[0] if splits is None else tuple(outputs)
-    return handle
+    result = outputs[0] if splits is None else tuple(outputs)
+    return operations.start("alltoall", tensor, outputs, name, process_set, result=result, splits=given.cpu().numpy())
 
 
+@FRONT.or_own
 def alltoall(tensor: Tensor, splits: Any = None, name: str | None = None, process_set: Any = global_process_set) -> Any:
     count = process_set.size()
     equal = torch.full([count], tensor.shape[0] // count, dtype=torch.int32)
@@ -289,6 +281,7 @@ def alltoall(tensor: Tensor, splits: Any = None, name: str | None = None, proces
     return results[0] if splits is None else results
 
 
+@FRONT.or_own
 def reducescatter_async(
     tensor: Any,
     name: str | None = None,
@@ -298,9 +291,10 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     scales = {"prescale": prescale_factor, "postscale": postscale_factor}
-    return _start("reducescatter", tensor, _new(tensor, 0), name, process_set, op=op, **scales)
+    return operations.start("reducescatter", tensor, _new(tensor, 0), name, process_set, op=op, **scales)
 
 
+@FRONT.or_own
 def reducescatter(
     tensor: Any,
     name: str | None = None,
@@ -330,7 +324,7 @@ def _grouped(function: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(function)
     first, *others = signature.parameters.values()
     grouped.__signature__ = signature.replace(parameters=[first.replace(name="tensors"), *others])  # type: ignore[attr-defined]
-    return grouped
+    return FRONT.or_own(grouped)
 
 
 grouped_allreduce, grouped_allreduce_async = _grouped(allreduce), _grouped(allreduce_async)
@@ -339,22 +333,16 @@ grouped_allgather, grouped_allgather_async = _grouped(allgather), _grouped(allga
 grouped_reducescatter, grouped_reducescatter_async = _grouped(reducescatter), _grouped(reducescatter_async)
 
 
+@FRONT.or_own
 def barrier(process_set: Any = global_process_set) -> None:
     """Wait for all ranks of the set."""
-    synchronize(_start("barrier", [], [], None, process_set))
+    synchronize(operations.start("barrier", [], [], None, process_set))
 
 
-def join(device: int = -1) -> NoReturn:
-    raise needs_horovod("hvd.join")
+@FRONT.or_own
+def join(device: int = -1) -> int:
+    """This rank has no more batches: take part in the others' allreduces with zeros. Return the rank that joined last.
 
-
-class SyncBatchNorm:
-    """Horovod's layer, which is not available."""
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        raise needs_horovod("hvd.SyncBatchNorm")
-
-
-from hvdtrain.torch.standalone_optimizer import DistributedOptimizer as DistributedOptimizer  # noqa: E402
-from hvdtrain.torch.standalone_state import broadcast_optimizer_state as broadcast_optimizer_state  # noqa: E402
-from hvdtrain.torch.standalone_state import broadcast_parameters as broadcast_parameters  # noqa: E402
+    Collective: every rank calls it once.
+    """
+    return job.job().join()

@@ -1,4 +1,4 @@
-"""Horovod's optimizer for `standalone`: it exchanges gradients by calls, one for each parameter.
+"""Horovod's optimizer on the TCP backend: it exchanges gradients by calls, one for each parameter.
 
 It serves the arguments that strategies do not support: compression=, process_set=, op=, and float64 parameters.
 """
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from hvdtrain.horovod_api.arithmetic import Op
-from hvdtrain.horovod_api.standalone import Average, global_process_set
-from hvdtrain.torch import standalone
+from hvdtrain.horovod_api.functions import Average
+from hvdtrain.horovod_api.process_sets import global_process_set
+from hvdtrain.torch import collectives
+from hvdtrain.torch.collectives import FRONT
 from hvdtrain.torch.vectors import by_name
 
 
@@ -42,16 +44,16 @@ class Calling(torch.optim.Optimizer):
     def _start(self, name: str, parameter: torch.nn.Parameter) -> Any:
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         if gradient.is_sparse and not self._sparse_as_dense:
-            return standalone.sparse_allreduce_async(gradient, f"gradient.{name}", self._op, self._process_set)
+            return collectives.sparse_allreduce_async(gradient, f"gradient.{name}", self._op, self._process_set)
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         compressed, ctx = self._compression.compress(dense.contiguous())
         scales: dict[str, Any] = {"prescale_factor": 1 / self._factor, "postscale_factor": self._factor}
-        handle = standalone.allreduce_async(
+        handle = collectives.allreduce_async(
             compressed, name=f"gradient.{name}", op=self._op, process_set=self._process_set, **scales
         )
 
         def finish() -> Tensor:
-            result: Tensor = self._compression.decompress(standalone.synchronize(handle), ctx)
+            result: Tensor = self._compression.decompress(collectives.synchronize(handle), ctx)
             return result if result.stride() == parameter.stride() else torch.empty_like(parameter).copy_(result)
 
         return finish
@@ -73,10 +75,11 @@ class Calling(torch.optim.Optimizer):
         return super().step(closure)
 
 
+@FRONT.or_own
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    compression: Any = standalone.Compression.none,
+    compression: Any = collectives.Compression.none,
     backward_passes_per_step: int = 1,
     op: Any = Average,
     gradient_predivide_factor: float = 1.0,

@@ -1,4 +1,4 @@
-"""Broadcasts of parameters and of an optimizer's state, for `standalone`."""
+"""Broadcasts of parameters and of an optimizer's state."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdtrain.horovod_api.standalone import broadcast_object
-from hvdtrain.torch import standalone
+from hvdtrain.horovod_api.functions import broadcast_object
+from hvdtrain.torch import collectives
+from hvdtrain.torch.collectives import FRONT
 
 
+@FRONT.or_own
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Broadcast a dict, a list of tensors, or a list of (name, tensor). Raises ValueError for others."""
     if isinstance(params, Mapping):
@@ -22,10 +24,11 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         pairs = [each if isinstance(each, tuple) else (None, each) for each in params]
     else:
         raise ValueError(f"invalid params of type: {type(params)}")
-    for handle in [standalone.broadcast_async_(tensor, root_rank, name) for name, tensor in pairs]:
-        standalone.synchronize(handle)
+    for handle in [collectives.broadcast_async_(tensor, root_rank, name) for name, tensor in pairs]:
+        collectives.synchronize(handle)
 
 
+@FRONT.or_own
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """Broadcast an optimizer's state and options. If it has no state, a step with zero gradients creates it.
 

@@ -29,8 +29,11 @@ from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies import Exchange, Strategy
 from hvdtrain.strategies.algorithms.synchronous import buckets
 
-TAIL = 3
-"""Numbers that follow the gradients: the loss (unknown here), the samples, and requests (none)"""
+TAIL = 4
+"""Numbers that follow the gradients: the loss (unknown here), whether this rank has joined (`hvd.join`), the samples,
+and requests (none)"""
+JOINED = 1
+"""Index in the tail"""
 NOT_SHARED = 2
 """References to an array that one name refers to, as `sys.getrefcount` counts them"""
 
@@ -59,6 +62,8 @@ class Step:
         self._events: queue.SimpleQueue[bool | BaseException] = queue.SimpleQueue()
         self._resume = threading.Semaphore(0)
         self._due = False
+        self._joined = False
+        """Whether this rank has no more steps, and takes part with zeros"""
         self.postponed = False
         """Whether ranks make their steps alone, because a strategy that averages weights must not start yet"""
 
@@ -176,6 +181,8 @@ class Step:
             strategy, self.world = job.job().strategy(self.exchange, shapes)
             self._strategy, self._generation = strategy, job.job().generation
             self._buckets = strategy.buckets()
+            if self._generation == 0:
+                job.job().on_join(self._take_part)
             if self._loaded is not None:
                 strategy.load(self._loaded)
             if strategy.capabilities.local_updates:
@@ -190,14 +197,14 @@ class Step:
         return self._vector
 
     def tail(self) -> np.ndarray:
-        return np.array([0.0, 1.0, 0.0])
+        return np.array([0.0, self._joined, 1.0, 0.0])
 
     def share(self) -> tuple[int, int]:
         return 1, job.job().size
 
     def apply(self, lr: float) -> None:
         self._due = True
-        if self._made().capabilities.local_updates:
+        if not self._joined and self._made().capabilities.local_updates:
             self._events.put(True)
             self._resume.acquire()
 
@@ -208,6 +215,23 @@ class Step:
         self._new = weights
 
     # --- outside of graphs --------------------------------------------------------------------------------------
+
+    def _take_part(self) -> bool:
+        """Exchange once without gradients, because this rank has joined. Returns whether all ranks have. Collective."""
+        strategy, self._new, self._joined = self._made(), None, True
+        before = {} if strategy.capabilities.local_updates else {n: each.copy() for n, each in strategy.state().items()}
+        self._vector = aligned(self._flat.size + TAIL)
+        self._vector[: self._flat.size], self._vector[self._flat.size :] = 0, self.tail()
+        try:
+            done = strategy.step(self, 0.0, self._clock)
+        finally:
+            self._joined = False
+        if self._new is not None:
+            self._assign(tf.constant(self._new))
+        all_joined = done.totals is not None and bool(done.totals[JOINED] == done.totals[-1])
+        if all_joined and before:  # nobody has used the sum, so a residual must not lose its part of it
+            strategy.load(before)
+        return all_joined
 
     def synchronize(self) -> None:
         """Wait for exchanges under way and give all ranks the same weights. Collective."""

@@ -19,7 +19,7 @@ from hvdtrain.strategies import Exchange, Strategy, automatic
 from hvdtrain.torch import api as horovod
 from hvdtrain.torch.api import Average, Sum
 from hvdtrain.torch.recorded import learning_rate
-from hvdtrain.torch.vectors import Parameters, evaluated, has_unknown_gradients, step_evaluated, unscale
+from hvdtrain.torch.vectors import JOINED, Parameters, evaluated, has_unknown_gradients, step_evaluated, unscale
 
 STATE = "exchange"
 """The key of the strategy's state in a state_dict"""
@@ -59,7 +59,8 @@ class Exchanging(torch.optim.Optimizer):
             threads=torch.get_num_threads(),
         )
         self._should_synchronize = True
-        self._synchronized = self._compared = False
+        self._synchronized = self._compared = self._all_joined = False
+        job.job().on_join(self._take_part)
         self._loaded: dict[str, Any] | None = None
         """The exchange's state that `load_state_dict` received, until `share_loaded_state`"""
         self._deferred: bool | None = None
@@ -179,19 +180,35 @@ class Exchanging(torch.optim.Optimizer):
         if not self._compared:
             self._compare()
         with self._clock.span("communication"):
-            self._exchange_rows()
-        sent_bytes = self._strategy.step(self._parameters, 0.0, self._clock).sent_bytes
+            if not self._parameters.joined:  # as in Horovod, allgathers of ranks that have not joined raise an error
+                self._exchange_rows()
+        done = self._strategy.step(self._parameters, 0.0, self._clock)
+        sent_bytes = done.sent_bytes
         if self._parameters.must_repeat:
             self._parameters.must_repeat = False
-            sent_bytes += self._strategy.step(self._parameters, 0.0, self._clock).sent_bytes
+            done = self._strategy.step(self._parameters, 0.0, self._clock)
+            sent_bytes += done.sent_bytes
+        self._all_joined = done.totals is not None and done.totals[JOINED] == done.totals[-1]
         self._waited_s = self._clock.take("communication")
-        if self._recorded is not None:
+        if self._recorded is not None and not self._parameters.joined:
             self._recorded.done(
                 lr=learning_rate(self),
                 exchange_s=self._waited_s,
                 sent_bytes=sent_bytes,
                 local_sent_bytes=self._world.take_local_sent_bytes(),
             )
+
+    def _take_part(self) -> bool:
+        """Exchange once without gradients, because this rank has joined. Returns whether all ranks have. Collective."""
+        before = {} if self._local else {name: array.copy() for name, array in self._strategy.state().items()}
+        self._parameters.joined = True
+        try:
+            self._run_exchange()
+        finally:
+            self._parameters.joined = False
+        if self._all_joined and before:  # nobody has used the sum, so a residual must not lose its part of it
+            self._strategy.load(before)
+        return self._all_joined
 
     def _update(self) -> None:
         """Make the wrapped optimizer's step.

@@ -15,9 +15,11 @@ from hvdtrain.frameworks.flat_torch import FlatGradients
 from hvdtrain.strategies import Strategy
 from hvdtrain.torch.overlap import Overlap
 
-TAIL = 5
-"""Numbers that follow the gradients: the loss (unknown here), `Overlap.is_steady`, `Overlap.changed`, the samples, and
-whether gradients were not finite"""
+TAIL = 6
+"""Numbers that follow the gradients: the loss (unknown here), `Overlap.is_steady`, `Overlap.changed`, whether this rank
+has joined (`hvd.join`), the samples, and whether gradients were not finite"""
+JOINED = 3
+"""Index in the tail"""
 
 
 class Parameters:
@@ -67,6 +69,8 @@ class Parameters:
         """Whether gradients that were sent in this step were not finite"""
         self.discards = self.must_repeat = False
         """Whether the sums are not used; whether the exchange has to be made again, because gradients have changed"""
+        self.joined = False
+        """Whether this rank has no more steps, and takes part with zeros"""
         self._buckets = strategy.buckets(late_tail=True) if overlaps else ()
         self._overlap = Overlap(self._buckets, self._parameters, self._send) if self._buckets else None
 
@@ -107,11 +111,14 @@ class Parameters:
         if wait := self._flat.piece(begin, end):
             wait()
         self._requested = True
-        self._flat.memory[self._flat.size :] = 0, steady, changed, 1, self._lost
+        self._flat.memory[self._flat.size :] = 0, steady, changed, 0, 1, self._lost
+        if self.joined:
+            self._flat.memory[:] = 0
+            self._flat.memory[self._flat.size :] = 0, 1, 0, 1, 1, 0
         return self._flat.memory
 
     def tail(self) -> np.ndarray:
-        return np.array([0.0, 0.0, 0.0, 1.0, 0.0])
+        return np.array([0.0, 0.0, 0.0, self.joined, 1.0, 0.0])
 
     def share(self) -> tuple[int, int]:
         return 1, self._ranks
@@ -121,7 +128,7 @@ class Parameters:
             _, steady, changed, *_ = self._flat.memory[self._flat.size :]
             self._overlap.next_step(steady=bool(steady == self._ranks), changed=bool(changed))
             self.must_repeat = bool(changed) and not self.discards
-        if self.must_repeat or self.discards:
+        if self.must_repeat or self.discards or self.joined:
             self._requested = False
             return
         self._return_gradients()

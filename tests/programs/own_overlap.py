@@ -154,6 +154,32 @@ def skipping() -> None:
             optimizer.step()
 
 
+def joining(strategy: str, exact: bool) -> None:
+    """Rank 0 has 4 batches, twice, and rank 1 has 7. A rank that has joined counts as zeros."""
+    net, one = model(), model()
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=LR), strategy=strategy)
+    alone = torch.optim.SGD(one.parameters(), lr=LR)
+    for epoch in range(2):
+        for step in range(7 if hvd.rank() else 4):
+            optimizer.zero_grad()
+            loss(net, 10 * epoch + step, hvd.rank()).backward()
+            optimizer.step()
+        assert hvd.join() == 1
+        optimizer.synchronize_weights()
+        if not strategy.startswith("local-sgd"):  # which also moves the weights of ranks that have joined
+            hvd.broadcast_parameters(net.state_dict(), root_rank=1)
+        for step in range(7):
+            alone.zero_grad()
+            for rank in range(2):
+                if rank or step < 4:
+                    (loss(one, 10 * epoch + step, rank) / 2).backward()
+            alone.step()
+    weights, expected = (torch.nn.utils.parameters_to_vector(each.parameters()).detach() for each in (net, one))
+    assert len(set(hvd.allgather_object(weights.numpy().tobytes()))) == 1, "the ranks' weights differ"
+    difference = float((weights - expected).norm() / expected.norm())
+    assert difference < (1e-6 if exact else 0.03), (strategy, difference)
+
+
 hvd.init()
 report = {}
 scripts = [plain, accumulating, with_useless_backward, with_useless_backward_late, clipping_late, clamping_data]
@@ -164,5 +190,8 @@ for script in (*scripts, with_unused_layers, one_rank_accumulates_more):
 one, _ = distributed(plain, "powersgd:rank=8")
 np.testing.assert_allclose(np.linalg.norm(one - alone(plain, hvd.size())) / np.linalg.norm(one), 0, atol=0.02)
 skipping()
+joining("hierarchical", exact=True)
+for strategy in ("powersgd:rank=8", "int8", "local-sgd:every=2", "local-sgd:every=2,staleness=1+powersgd:rank=8"):
+    joining(strategy, exact=False)
 if hvd.rank() == 0:
     print(json.dumps(report))

@@ -96,4 +96,37 @@ net, own = model(), data(range(hvd.rank(), hvd.rank() + 1)).reshape(-1, WIDTH)
 net.compile(hvdtrain.keras.DistributedOptimizer(keras.optimizers.SGD(LR)), loss="mse", run_eagerly=False)
 net.fit(own, np.ones_like(own), batch_size=8, epochs=1, shuffle=False, verbose=0)
 np.testing.assert_allclose(weights(net), expected, rtol=2e-5, atol=2e-6)
-assert reported == [4] * 3 * STEPS, reported
+reported_before = list(reported)
+
+
+def joining(strategy: str) -> None:
+    """Rank 0 has 3 batches and rank 1 has 5. A rank that has joined counts as zeros."""
+    net, one = model(), model()
+    optimizer = hvdtrain.keras.DistributedOptimizer(keras.optimizers.SGD(LR), strategy=strategy)
+    optimizer.build(net.trainable_variables)
+    draws = [data(range(rank, rank + 1)) for rank in range(hvd.size())]
+    counts = [3, 5]
+    for step in range(counts[hvd.rank()]):
+        with tf.GradientTape() as tape:
+            loss = loss_of(net, draws[hvd.rank()][step])
+        optimizer.apply(tape.gradient(loss, net.trainable_variables), net.trainable_variables)
+    assert hvd.join() == 1
+    optimizer.synchronize_weights()
+    if not strategy.startswith("local-sgd"):
+        hvd.broadcast_variables(net.variables, root_rank=1)
+    for step in range(max(counts)):
+        with tf.GradientTape() as tape:
+            present = [loss_of(one, each[step]) for each, count in zip(draws, counts, strict=True) if step < count]
+            loss = tf.add_n(present) / hvd.size()
+        for variable, gradient in zip(
+            one.trainable_variables, tape.gradient(loss, one.trainable_variables), strict=True
+        ):
+            variable.assign_sub(LR * gradient)
+    difference = np.linalg.norm(weights(net) - weights(one)) / np.linalg.norm(weights(one))
+    assert difference < (1e-6 if strategy == "hierarchical" else 0.03), (strategy, difference)
+
+
+for strategy in ("hierarchical", "powersgd:rank=8", "local-sgd:every=2"):
+    joining(strategy)
+reported = reported_before
+assert reported == [3] * 3 * STEPS, reported

@@ -11,8 +11,7 @@ the responses (`arithmetic`). An array of at most SMALL_BYTES travels with the r
 trip. Idle ranks neither poll nor send.
 
 The meaning and the errors of each call follow Horovod 0.28 (horovod.readthedocs.io, API). When the ranks disagree about
-a call, `finish` raises the same error on all of them. A rank that has joined takes part in the other ranks' allreduces
-with zeros. Adasum needs Horovod's own backend.
+a call, `finish` raises the same error on all of them. A rank that has joined counts as zeros. Adasum needs Horovod.
 """
 
 from __future__ import annotations
@@ -93,8 +92,7 @@ class Calls:
         self._new: collections.deque[Call] = collections.deque()
         self._unnamed: collections.Counter[tuple[int, ...]] = collections.Counter()
         """Calls without a name since all ranks have joined, of which they may have made different numbers until then"""
-        self._joins = 0
-        self._closing = False
+        self._closing, self._joins = False, 0
         self._shutdown_reason = ""
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         INSTANCES.add(self)

@@ -39,6 +39,14 @@ class _Tape(tf.GradientTape):
             gradients[index] = self._reduce(tf.convert_to_tensor(gradients[index]) if dense else gradients[index])
         return tf.nest.pack_sequence_as(sources, gradients)
 
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Return (source, gradient) pairs: those registered as local, and the others."""
+        pairs = [*zip(sources, self.gradient(target, sources, output_gradients), strict=True)]
+        local = [pair for pair in pairs if id(tensor(pair[0])) in self._local]
+        return local, [pair for pair in pairs if id(tensor(pair[0])) not in self._local]
+
 
 @public
 def DistributedGradientTape(
@@ -84,5 +92,5 @@ def DistributedOptimizer(
     process_set: Any = global_process_set,
     scale_local_gradients: bool = True,
 ) -> NoReturn:
-    """Horovod's wrapper of tf.compat.v1's optimizers, which is not available."""
+    """Horovod's wrapper of tf.compat.v1's optimizers, which needs Horovod."""
     raise needs_horovod("an optimizer of tf.compat.v1")

@@ -217,13 +217,11 @@ def _hosts(folder: Path, manifest: records.Manifest) -> list[dict[str, Any]]:
     """The run's hosts in the order of their ranks, each with the values of HOST."""
     measured = {}
     for path in sorted(folder.glob("monitors/*.jsonl")):
-        found: dict[type, Any] = {}
         with contextlib.suppress(OSError):
-            for record in records.backwards(path):
-                found.setdefault(type(record), record)
-                if records.Sensors in found:  # of the last start
-                    measured[found[records.Sensors].host] = _host(found[records.Sensors], found.get(records.Sample))
-                    break
+            sensors = next((each for each in records.read(path) if isinstance(each, records.Sensors)), None)
+            sample = next((each for each in records.backwards(path) if isinstance(each, records.Sample)), None)
+            if sensors:
+                measured[sensors.host] = _host(sensors, sample)
     nothing = dict.fromkeys(("unix_s", *HOST))
     names = dict.fromkeys([*manifest.hosts, *measured])
     return [{"host": printable(name), **nothing, **measured.get(name, {})} for name in names]

@@ -118,7 +118,7 @@ def write(path: Path, rows: Rows) -> None:
     ):
         first = next(rows, None)
         if first is not None:
-            writer = csv.DictWriter(file, list(first), lineterminator="\n")
+            writer = csv.DictWriter(file, list(_as_text(first)), lineterminator="\n")
             writer.writeheader()
             writer.writerows(map(_as_text, itertools.chain([first], rows)))
 
@@ -129,15 +129,17 @@ def show(options: Any, framework: str, rows: list[dict[str, Any]], problems: ima
         document = {"schema": SCHEMA, "run": str(options.run), "framework": framework}
         summary.emit(json.dumps({**document, "predictions": rows, "problems": problems}))
     elif rows:
-        names = [name for name in rows[0] if name != "references"]
-        cells = [names, *([printable(str(row[name])) for name in names] for row in map(_as_text, rows))]
+        texts = list(map(_as_text, rows))
+        cells = [list(texts[0]), *([printable(str(text)) or "(no words)" for text in row.values()] for row in texts)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
         summary.emit("\n".join(lines))
 
 
 def _as_text(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: f"{value:.6f}" if isinstance(value, float) else value for name, value in row.items()}
+    """The row for a table, which has no references."""
+    known = {name: value for name, value in row.items() if name != "references"}
+    return {name: f"{value:.6f}" if isinstance(value, float) else value for name, value in known.items()}
 
 
 # --- images -----------------------------------------------------------------------------------------------------------
@@ -174,7 +176,7 @@ def captions(options: Any, run: Run, framework: str, problems: image_files.Probl
             inputs = encode(np.stack([image for image, *_ in batch]))
             written = generation.write(writer, inputs, beam=options.beam)
             for (_, name, references), words in zip(batch, written, strict=True):
-                yield {"image": name, "caption": run.facts.decode(words) or "(no words)", "references": references}
+                yield {"image": name, "caption": run.facts.decode(words), "references": references}
             progress.advance(len(batch))
 
 

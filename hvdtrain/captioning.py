@@ -5,7 +5,7 @@ examples:
   horovodrun -np 4 -H a:2,b:2 python -m hvdtrain.captioning --data flickr8k:/path/to/Flickr8k
   horovodrun -np 2 python -m hvdtrain.captioning --data flickr8k:Flickr8k --weights vgg16.safetensors
   mpirun -np 2 python -m hvdtrain.captioning --framework tensorflow --json
-  hvdtrain caption photo.jpg --run results/RUN
+  hvdtrain predict results/RUN photo.jpg
 
 Without --data it trains on 5,000 drawn scenes of coloured shapes. `caption` describes images with a trained model.
 """
@@ -27,11 +27,12 @@ from hvdtrain.comm import lifecycle
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config import options
 from hvdtrain.config.constraints import bounded
+from hvdtrain.inference import trained
 from hvdtrain.models import captioner
 from hvdtrain.records import metrics
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
-from hvdtrain.training import trained, workload
+from hvdtrain.training import workload
 
 WORKLOAD = "captioning"
 
@@ -182,8 +183,4 @@ def main(stop: lifecycle.StopSignal) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["caption"]:
-        from hvdtrain.captions import command
-
-        exits.end(command.main, sys.argv[2:])
     lifecycle.run(main, debug="--debug" in sys.argv)

@@ -194,12 +194,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation | Launcher]] = {
         "convert VGG16's published weights for --weights",
         Preparation("vgg16", "models.vgg16_weights", "Vgg16Config", "import_weights", VGG16),
     ),
-    ("caption",): ("caption images with a trained model", Part("captions.command")),
-    ("tabular",): (
-        "apply a trained CSV classifier: test, predict",
-        Part("training.predict"),
-    ),
-    ("resnet",): ("apply a trained image classifier: predict", Part("training.classify")),
+    ("predict",): ("use a trained model: classes, captions, forecasts, scores", Part("inference.command")),
     ("export",): ("write a trained model as a file for other programs", Part("export.command")),
     ("cluster",): ("virtual hosts on this machine: up, down, status, exec, shell, hostfile", Part("lab.__main__")),
     ("throttle",): ("limit the bandwidth of links, show, verify and clear the limits", Part("lab.throttle.__main__")),
@@ -212,6 +207,8 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation | Launcher]] = {
 }
 GROUPS = {"train": TRAIN, "launch": LAUNCH, "data": DATA}
 """Command groups and their help"""
+MOVED = dict.fromkeys(("caption", "tabular", "resnet"), "`hvdtrain predict RUN INPUT...`")
+"""Earlier names of commands, for one release"""
 SHELLS = ("bash", "zsh")
 HELP: tuple[list[str], ...] = ([], ["--help"], ["-h"])
 
@@ -293,6 +290,8 @@ def command(arguments: list[str]) -> int:
             return entry.run(arguments[len(words) :])
     listed = [" ".join(words) for words in known] + [each for each in GROUPS if not group]
     name = " ".join(arguments[: 2 if group else 1])
+    if name in MOVED:
+        raise Failure(f"hvdtrain {name} is gone; hint: {MOVED[name]} (see hvdtrain predict --help)", exits.USAGE)
     raise Failure(f"unknown command {name!r}{near(name, listed)} (known: {', '.join(listed)})", exits.USAGE)
 
 

@@ -5,10 +5,9 @@ examples:
   horovodrun -np 4 -H a:2,b:2 python -m hvdtrain.resnet
   mpirun -np 2 python -m hvdtrain.resnet --framework tensorflow --json
   python -m hvdtrain.resnet --config cruz2021_resnet34 --data PREPARED --dry-run
-  python -m hvdtrain.resnet predict results/RUN photo.jpg
+  hvdtrain predict results/RUN photo.jpg
 
 Without --data it trains on handwritten digits that come with hvdtrain. `hvdtrain data list` shows other data sets.
-`predict` classifies images with a trained model.
 """
 
 from __future__ import annotations
@@ -139,8 +138,4 @@ def main(stop: lifecycle.StopSignal) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["predict"]:
-        from hvdtrain.training import classify
-
-        exits.end(classify.main, sys.argv[1:])
     lifecycle.run(main, debug="--debug" in sys.argv)

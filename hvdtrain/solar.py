@@ -16,7 +16,6 @@ import dataclasses
 import math
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain import models
@@ -29,7 +28,7 @@ from hvdtrain.models import solar as nets
 from hvdtrain.records import metrics
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
-from hvdtrain.training import trained, workload
+from hvdtrain.training import workload
 
 WORKLOAD = "solar"
 DEFAULT_NET, DEFAULT_BATCH = "p3-k1", 100
@@ -120,24 +119,6 @@ def opened(config: SolarConfig) -> data.Windows:
 def network(spec: mlp.MLPSpec | nets.CNNSpec) -> tuple[str, dict[str, str]]:
     """Name and options of the network of a spec, for `models.network`."""
     return ("solar.CNN", {}) if isinstance(spec, nets.CNNSpec) else ("mlp.MLP", {"loss": "forecast_error"})
-
-
-def open_run(folder: Path, framework: str) -> tuple[Any, data.Windows]:
-    """The trained model of a run folder on the CPU, and the windows it was trained on.
-
-    `model(inputs)` takes a tensor like a batch's first array and returns (N, 1), scaled. Raises Failure (65, 74, 77).
-    """
-    manifest, parameters = trained.opened(folder, WORKLOAD)
-    fields = {field.name for field in dataclasses.fields(SolarConfig)}
-    config = SolarConfig(**{name: value for name, value in manifest.config.items() if name in fields})
-    spec = trained.spec(folder, manifest, nets.CNNSpec if config.layers is None else mlp.MLPSpec)
-    trained.begin(framework)
-    name, options = network(spec)
-    model = models.network(name, framework, spec, **options)
-    trained.fill(model, parameters, framework)
-    if framework == "torch":
-        model.eval()
-    return model, opened(config)
 
 
 def main(stop: lifecycle.StopSignal) -> int:

@@ -4,11 +4,9 @@ examples:
   python -m hvdtrain.tabular --layers 30,10
   python -m hvdtrain.tabular --data measured.csv --missing mean --epochs 50
   mpirun -np 2 python -m hvdtrain.tabular --framework tensorflow --json
-  python -m hvdtrain.tabular test --run results/RUN --data other.csv
-  python -m hvdtrain.tabular predict --run results/RUN --data new.csv --out answers.csv
+  hvdtrain predict results/RUN new.csv --out answers.csv
 
-Without --data it trains on the breast-cancer data that comes with hvdtrain. `test` and `predict` need the run's folder
-and a CSV file with the same columns.
+Without --data it trains on the breast-cancer data that comes with hvdtrain.
 """
 
 from __future__ import annotations
@@ -109,8 +107,4 @@ def main(stop: lifecycle.StopSignal) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] in (["test"], ["predict"]):
-        from hvdtrain.training import predict
-
-        exits.end(predict.main, sys.argv[1:])
     lifecycle.run(main, debug="--debug" in sys.argv)

@@ -1,4 +1,4 @@
-"""The caption command, on a run folder with real checkpoints, manifest and vocabulary, and on image files."""
+"""`hvdtrain predict` of a captioning run, on a run folder with real checkpoints and vocabulary, and on image files."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from PIL import Image
 
 from hvdtrain import records
 from hvdtrain.captioning import Captions
-from hvdtrain.captions import command as captions
 from hvdtrain.captions import features
 from hvdtrain.captions.dataset import CaptionDataset
 from hvdtrain.captions.generation import write
 from hvdtrain.captions.prepared import load
 from hvdtrain.comm.world import connect
 from hvdtrain.data.pixels import pixels
+from hvdtrain.inference import command as captions
+from hvdtrain.inference import trained
 from hvdtrain.models.captioner import CaptionerSpec, initial_state
 from hvdtrain.records.arrays_file import Arrays
 from hvdtrain.system.exits import BAD_DATA, OK, USAGE, Failure
-from hvdtrain.training import trained
 from hvdtrain.training.checkpoint import Checkpoints
 
 BEST, LAST = 1, 2  # seeds of the parameters in the two checkpoints
@@ -130,37 +130,37 @@ def test_a_split_is_captioned_with_the_best_checkpoint(
     run: Path, spec: CaptionerSpec, run_command: Callable[..., tuple[int, Any, str]]
 ) -> None:
     split, beam = shapes().validation, 4
-    code, document, _ = run_command("--run", run, "--split", "validation", "--limit", 9, "--beam", beam)
+    code, document, _ = run_command(run, "--split", "validation", "--limit", 9, "--beam", beam)
     assert code == OK
-    assert document["schema"] == "hvdtrain/captions/1"
+    assert document["schema"] == "hvdtrain/predictions/2"
     assert document["problems"] == []
-    found = [caption["caption"] for caption in document["captions"]]
+    found = [caption["caption"] for caption in document["predictions"]]
     assert found == expected(spec, split.inputs[:9], beam)
     assert found != expected(spec, split.inputs[:9], beam, LAST)
     assert len(set(found)) > 3, "the model's captions must differ"
-    assert [caption["image"] for caption in document["captions"]] == list(split.names[:9])
-    assert [tuple(caption["references"]) for caption in document["captions"]] == list(split.references[:9])
+    assert [caption["image"] for caption in document["predictions"]] == list(split.names[:9])
+    assert [tuple(caption["references"]) for caption in document["predictions"]] == list(split.references[:9])
 
 
 def test_both_frameworks_write_the_same_captions(run: Path, run_command: Callable[..., tuple[int, Any, str]]) -> None:
-    flags = ["--run", str(run), "--split", "test", "--limit", "12"]
+    flags = [str(run), "--split", "test", "--limit", "12"]
     _, torch, _ = run_command(*flags, "--framework", "torch")
     _, tensorflow, _ = run_command(*flags, "--framework", "tensorflow")
     assert tensorflow == torch | {"framework": "tensorflow"}
     assert torch["framework"] == "torch"
-    assert len(torch["captions"]) == 12
+    assert len(torch["predictions"]) == 12
 
 
 def test_a_folder_stands_for_the_images_in_it(
     run: Path, spec: CaptionerSpec, photos: Path, run_command: Callable[..., tuple[int, Any, str]]
 ) -> None:
     names = ["a.png", "b.bmp", "c <b>&amp;.PNG", "d.webp"]
-    code, document, _ = run_command(photos, photos / "b.bmp", "--run", run, "--beam", 2)
+    code, document, _ = run_command(run, photos, photos / "b.bmp", "--beam", 2)
     assert code == OK
-    assert [Path(caption["image"]).name for caption in document["captions"]] == [*names, "b.bmp"]
+    assert [Path(caption["image"]).name for caption in document["predictions"]] == [*names, "b.bmp"]
     seen = np.stack([pixels(str(photos / name), (64, 64, 3)) for name in [*names, "b.bmp"]])
-    assert [caption["caption"] for caption in document["captions"]] == expected(spec, seen, 2)
-    assert not any(caption["references"] for caption in document["captions"])
+    assert [caption["caption"] for caption in document["predictions"]] == expected(spec, seen, 2)
+    assert not any(caption["references"] for caption in document["predictions"])
 
 
 def test_bad_images_are_reported_and_the_others_captioned(
@@ -173,23 +173,23 @@ def test_bad_images_are_reported_and_the_others_captioned(
     os.mkfifo(photos / "pipe")
     empty = photos / "empty"
     empty.mkdir()
-    code, document, err = run_command(photos, photos / "gone.jpg", photos / "pipe", empty, "--run", run)
+    code, document, err = run_command(run, photos, photos / "gone.jpg", photos / "pipe", empty)
     assert code == BAD_DATA
-    assert len(document["captions"]) == 4
+    assert len(document["predictions"]) == 4
     problems = {Path(problem["image"]).name: problem["problem"] for problem in document["problems"]}
     assert set(problems) == {"e.png", "f.jpg", "g.gif", "gone.jpg", "pipe", "empty"}
     assert "No such file" in problems["gone.jpg"]
     assert "not a plain file" in problems["pipe"]
     for name in problems:
         assert len([line for line in err.splitlines() if f"{name}: " in line]) == 1
-    code, document, _ = run_command(photos / "gone.jpg", "--run", run)
-    assert (code, document["captions"]) == (BAD_DATA, [])
+    code, document, _ = run_command(run, photos / "gone.jpg")
+    assert (code, document["predictions"]) == (BAD_DATA, [])
 
 
 def test_vgg16_needs_the_weights_that_it_was_trained_with(tmp_path: Path, words: int, photos: Path) -> None:
     spec = CaptionerSpec(vocabulary=words, encoder="vgg16", image_size=(224, 224), embedding=24, hidden=32)
     run = make_run(tmp_path / "run", spec, encoder="0" * 64, weights=features.RANDOM)
-    arguments = [str(photos / "a.png"), "--run", str(run)]
+    arguments = [str(run), str(photos / "a.png")]
     with failing(BAD_DATA, "does not contain the weights that the run was trained with"):
         captions.main(arguments)
     with failing(BAD_DATA, r"moved\.safetensors: No such file"):
@@ -202,21 +202,19 @@ def test_vgg16_needs_the_weights_that_it_was_trained_with(tmp_path: Path, words:
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--run", "RUN"],
-        ["photo.jpg", "--run", "RUN", "--split", "test"],
-        ["photo.jpg", "--run", "RUN", "--beam", "0"],
+        ["RUN"],
+        ["RUN", "photo.jpg", "--split", "test"],
+        ["RUN", "photo.jpg", "--beam", "0"],
+        ["RUN", "photo.jpg", "--score"],
     ],
 )
-def test_wrong_usage_is_an_error(flags: list[str]) -> None:
-    with failing(USAGE, r"\(see hvdtrain caption --help\)$"):
-        captions.main(flags)
+def test_wrong_usage_is_an_error(flags: list[str], run: Path) -> None:
+    with failing(USAGE, r"\(see hvdtrain predict --help\)$"):
+        captions.main([str(run), *flags[1:]])
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "does not exist": shutil.rmtree,
-    "is not the manifest of a run of hvdtrain.captioning": lambda run: (run / "manifest.json").write_text(
-        (run / "manifest.json").read_text().replace('"workload": "captioning"', '"workload": "resnet"')
-    ),
     "saved by another version": lambda run: (run / "manifest.json").write_text(
         (run / "manifest.json").read_text().replace('"hidden"', '"width"')
     ),
@@ -234,7 +232,7 @@ def test_a_damaged_run_is_an_error(run: Path, tmp_path: Path, photos: Path, mess
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     DAMAGE[message](copy)
     with pytest.raises(Failure, match=re.escape(message)) as failure:
-        captions.main([str(photos), "--run", str(copy)])
+        captions.main([str(copy), str(photos)])
     assert str(copy) in str(failure.value)
     assert failure.value.code in (BAD_DATA, 74)
 
@@ -245,6 +243,6 @@ def test_a_damaged_best_checkpoint_is_not_used(
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     file = copy / "checkpoints" / "step-00000010" / "shared.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"!")
-    _, document, _ = run_command("--run", copy, "--split", "test", "--limit", 5)
-    found = [caption["caption"] for caption in document["captions"]]
+    _, document, _ = run_command(copy, "--split", "test", "--limit", 5)
+    found = [caption["caption"] for caption in document["predictions"]]
     assert found == expected(spec, shapes().test.inputs[:5], 3, LAST)

@@ -18,9 +18,9 @@ from sklearn.datasets import load_sample_image
 from test_resnet_train import assert_same_arrays, newest_arrays
 
 from hvdtrain import cli
-from hvdtrain.captions import command, shapes
+from hvdtrain.captions import shapes
 from hvdtrain.captions.shapes import Group, Scene
-from hvdtrain.captions.trained import open_run
+from hvdtrain.inference.runs import open_run
 
 FRAMEWORKS = ("torch", "tensorflow")
 CUT = 15
@@ -205,7 +205,7 @@ def test_two_stages_equal_one_process(small: str, tmp_path: Path) -> None:
     assert losses[0] == losses[1]
     for field in ("test_loss", "test_scores", "validation_scores"):
         assert two[field] == one[field]
-    expected, found = (open_run(tmp_path / name).parameters for name in ("one", "two"))
+    expected, found = (open_run(tmp_path / name).arrays for name in ("one", "two"))
     assert all(np.array_equal(found[name], array) for name, array in expected.items())
 
 
@@ -239,8 +239,8 @@ def test_photographs_from_end_to_end_with_vgg16(
     here("captioning", *flags, "--epochs", "1", "--run-dir", str(tmp_path / "again"))
     assert "features of 12 images: read" in capsys.readouterr().err
     images = sorted(str(path) for path in (photographs / "Images").iterdir())[:3]
-    assert command.main([*images, "--run", str(run), "--json", "--framework", "tensorflow"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["captions"]) == 3
+    assert cli.command(["predict", str(run), *images, "--json", "--framework", "tensorflow"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["predictions"]) == 3
     hvdtrain("results", "accuracy", str(run))
 
 

@@ -31,6 +31,14 @@ def test_unknown_commands_get_a_suggestion(line: str, suggestion: str) -> None:
         cli.command(line.split())
 
 
+@pytest.mark.parametrize(
+    "line", ["caption x.jpg --run r", "tabular test --run r --data x.csv", "resnet predict r x.jpg"]
+)
+def test_moved_commands_name_their_place(line: str) -> None:
+    with failing(exits.USAGE, "hint: `hvdtrain predict RUN"):
+        cli.command(line.split())
+
+
 @pytest.mark.parametrize("quote", ["'", ""])  # Python 3.14 omits the quotes
 def test_choices_with_and_without_quotes(quote: str) -> None:
     choices = ", ".join(f"{quote}{word}{quote}" for word in ("list", "table"))

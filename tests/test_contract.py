@@ -212,7 +212,7 @@ JSON = {
     **{f"results {name}": "." for name in RESULTS},
     **dict.fromkeys(WORKLOADS, "--dry-run"),
 }
-JSON_ELSEWHERE = {"caption", "export", "resnet predict", "tabular test", "cluster status"}
+JSON_ELSEWHERE = {"predict", "export", "cluster status"}
 """These need a trained model or a cluster; see test_caption, test_export, test_tabular and test_cluster"""
 
 
@@ -271,9 +271,8 @@ PATHS: dict[str, list[str]] = {
         "--dry-run --data flickr8k:@",
         "--dry-run --weights @",
     ],
-    "caption": ["@ --run run", "x.png --run @"],
+    "predict": ["run @", "@ x.png"],
     "export": ["@ --to safetensors -o new", "run --to safetensors -o @"],
-    "resnet": ["predict @ x.png", "predict run @"],
     "data images": [
         "@ new --size 4x4 --workers 1",
         "photos @ --size 4x4 --workers 1",
@@ -297,7 +296,13 @@ PATHS: dict[str, list[str]] = {
     "launch mpirun": ["--dry-run --hostfile @ true"],
     "launch horovodrun": ["--dry-run --hostfile @ true"],
 }
-PATHS_ELSEWHERE = {("caption", "--weights"), ("export", "--weights"), ("doctor", "--run-dir"), ("sweep", "--root")}
+PATHS_ELSEWHERE = {
+    ("predict", "--weights"),
+    ("predict", "--out"),
+    ("export", "--weights"),
+    ("doctor", "--run-dir"),
+    ("sweep", "--root"),
+}
 PATHS_ELSEWHERE |= {("launch mpirun", "--logs"), ("launch horovodrun", "--logs"), ("train resnet", "--run-dir")}
 PATHS_ELSEWHERE |= {("train captioning", "--run-dir")}
 """These need a trained model, or are read when a run begins; see test_caption, test_resnet_train and test_launch"""

@@ -1,8 +1,9 @@
-"""`hvdtrain export` and `hvdtrain resnet predict`: every format, loaded without hvdtrain, gives the outputs of the
+"""`hvdtrain export` and `hvdtrain predict`: every format, loaded without hvdtrain, gives the outputs of the
 run's own model, whichever framework trained it."""
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import importlib.util
 import json
@@ -25,17 +26,19 @@ from test_checkpoint import Pipes, run
 from test_solar_data import oahu
 from twins import torch
 
-from hvdtrain import cli, data, models, solar
-from hvdtrain.captions import trained as captions
+from hvdtrain import cli, data, models
 from hvdtrain.captions.generation import write
 from hvdtrain.data import tabular
 from hvdtrain.data.pixels import pixels
 from hvdtrain.data.solar import SIDE
 from hvdtrain.export import keras_model, source, torch_program
+from hvdtrain.inference import runs as opening
+from hvdtrain.inference import trained
 from hvdtrain.models import solar as nets
 from hvdtrain.models.captioner import CaptionerSpec
+from hvdtrain.solar import SolarConfig
+from hvdtrain.solar import opened as opened_windows
 from hvdtrain.system import exits
-from hvdtrain.training import classify, predict, trained
 from hvdtrain.training.checkpoint import Checkpoints
 
 pytest.importorskip("onnxruntime", reason="pip install 'hvdtrain[export]'")
@@ -137,10 +140,8 @@ def raw_images(run: Path) -> np.ndarray:
 
 
 def logits_of_images(run: Path, framework: str) -> list[np.ndarray]:
-    opened = classify.open_run(run)
-    model = models.network("resnet.ResNet", framework, opened.spec)
-    trained.fill(model, opened.arrays, framework)
-    return [model.outputs(first_batch(data.load(opened.manifest.config["data"]))[0])]
+    opened = opening.open_run(run)
+    return [opened.model(framework).outputs(first_batch(data.load(opened.manifest.config["data"]))[0])]
 
 
 def table(run: Path) -> Any:
@@ -153,20 +154,24 @@ def raw_rows(run: Path) -> np.ndarray:
 
 
 def logits_of_rows(run: Path, framework: str) -> list[np.ndarray]:
-    spec, _, parameters = predict.open_run(run)
-    return [predict.network(framework, spec, parameters).outputs(first_batch(table(run))[0])]
+    return [opening.open_run(run).model(framework).outputs(first_batch(table(run))[0])]
+
+
+def windows(run: Path) -> Any:
+    """The windows that a run was trained on."""
+    config = trained.read_manifest(run).config
+    fields = {field.name for field in dataclasses.fields(SolarConfig)}
+    return opened_windows(SolarConfig(**{name: value for name, value in config.items() if name in fields}))
 
 
 def raw_readings(run: Path) -> np.ndarray:
-    _, windows = solar.open_run(run, "torch")
-    return np.array(windows.test.views[windows.test.starts[:9]])
+    return np.array(windows(run).test.views[windows(run).test.starts[:9]])
 
 
 def forecasts(run: Path, framework: str) -> list[np.ndarray]:
-    model, windows = solar.open_run(run, framework)
-    inputs = first_batch(windows)[0]
-    scaled = np.asarray(model(torch.from_numpy(inputs)).detach() if framework == "torch" else model(inputs))
-    return [scaled * windows.about["deviation_w_m2"] + windows.about["mean_w_m2"]]
+    known = windows(run)
+    scaled = opening.open_run(run).model(framework).outputs(first_batch(known)[0])
+    return [scaled * known.about["deviation_w_m2"] + known.about["mean_w_m2"]]
 
 
 def scenes(run: Path) -> np.ndarray:
@@ -174,7 +179,7 @@ def scenes(run: Path) -> np.ndarray:
 
 
 def greedy(run: Path, framework: str) -> list[np.ndarray]:
-    writer, _ = captions.model(captions.open_run(run), framework, None)
+    writer = opening.open_run(run).model(framework)
     found = np.zeros((9, WORDS), np.int64)
     ended = write(writer, scenes(run), beam=1, words_limit=40)
     for row, words in zip(found, ended, strict=True):
@@ -250,7 +255,7 @@ def test_stacked_readings_are_a_window_per_row() -> None:
 def test_safetensors_hold_the_state_of_pytorch_s_model(runs: Path, tmp_path: Path) -> None:
     out = tmp_path / "model.safetensors"
     assert cli.command(["export", str(runs / "whole"), "--to", "safetensors", "-o", str(out)]) == 0
-    opened = classify.open_run(runs / "whole")
+    opened = opening.open_run(runs / "whole")
     with safe_open(out, "pt") as file:
         model = models.network("resnet.ResNet", "torch", opened.spec)
         model.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
@@ -368,13 +373,13 @@ def test_predict_equals_evaluation_in_both_frameworks(
     """For every file of the data set; `half` rounds pixels as its preparation did."""
     documents = []
     for framework in ("torch", "tensorflow"):
-        words = ["resnet", "predict", str(runs / name), *(str(photos / label) for label in ("cat", "dog", "eel"))]
+        words = ["predict", str(runs / name), *(str(photos / label) for label in ("cat", "dog", "eel"))]
         assert cli.command([*words, "--framework", framework, "--json"]) == 0
         documents.append(json.loads(capsys.readouterr().out))
     for one, other in zip(*(document["predictions"] for document in documents), strict=True):
         assert (one["image"], one["class"]) == (other["image"], other["class"])
         assert one["probability"] == pytest.approx(other["probability"], abs=1e-5)
-    opened = classify.open_run(runs / name)
+    opened = opening.open_run(runs / name)
     dataset = data.load(opened.manifest.config["data"])
     shape = opened.facts.image_shape
     by_pixels = {pixels(each["image"], shape).tobytes(): each for each in documents[0]["predictions"]}
@@ -387,12 +392,26 @@ def test_predict_equals_evaluation_in_both_frameworks(
         )
 
 
+@pytest.mark.parametrize("name", ["pyramid", "map"])
+def test_forecasts_of_a_file_equal_those_of_evaluation(name: str, runs: Path, tmp_path: Path) -> None:
+    rows, out = raw_readings(runs / name), tmp_path / "forecasts.csv"
+    np.savetxt(tmp_path / "readings.csv", rows, delimiter=",")
+    assert cli.command(["predict", str(runs / name), str(tmp_path / "readings.csv"), "--out", str(out)]) == 0
+    lines = list(csv.DictReader(out.read_text().splitlines()))
+    assert [int(line["line"]) for line in lines] == list(range(1, len(rows) + 1))
+    found = [float(line["forecast_w_m2"]) for line in lines]
+    np.testing.assert_allclose(found, forecasts(runs / name, "torch")[0][:, 0], rtol=1e-4, atol=1e-3)
+    np.savetxt(tmp_path / "readings.csv", rows[:, 1:], delimiter=",")
+    with failing(exits.BAD_DATA, "but the model needs"):
+        cli.command(["predict", str(runs / name), str(tmp_path / "readings.csv")])
+
+
 def test_predict_reports_bad_images_and_prints_the_others(
     runs: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bad\x1b.png").write_text("no image")
     images = [str(photos / "cat" / "1.png"), str(tmp_path / "bad\x1b.png")]
-    assert classify.main(["predict", str(runs / "half"), *images]) == exits.BAD_DATA
+    assert cli.command(["predict", str(runs / "half"), *images]) == exits.BAD_DATA
     out, err = capsys.readouterr()
     head, row = out.splitlines()
     assert head.split() == ["image", "class", "probability"]

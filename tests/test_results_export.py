@@ -77,6 +77,6 @@ def test_a_missing_package_is_one_line(root: Path, tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "mlflow.db").exists()
 
 
-def test_equal_names_are_told_apart_by_their_paths() -> None:
-    named = names.of_runs(["/x/a/run", "/x/b/run", "/x/other", "/y/a/run"])
-    assert named == {"/x/a/run": "x/a/run", "/x/b/run": "b/run", "/x/other": "other", "/y/a/run": "y/a/run"}
+def test_runs_are_named_by_their_paths_below_a_common_folder() -> None:
+    assert names.of_runs(["/x/a/run", "/x/b/run"]) == {"/x/a/run": "a/run", "/x/b/run": "b/run"}
+    assert (names.of_runs(["/x/a/run"]), names.of_runs([])) == ({"/x/a/run": "run"}, {})

@@ -18,6 +18,7 @@ from test_stages import stepped
 from twins import Found, load, tensorflow_gradients, tf, told, torch, torch_gradients
 
 from hvdtrain import data, models, solar
+from hvdtrain.inference import runs
 from hvdtrain.models import mlp
 from hvdtrain.models import solar as nets
 from hvdtrain.models.solar import CNNSpec
@@ -125,10 +126,8 @@ def test_ranks_frameworks_and_a_resumed_run_learn_the_same(tmp_path: Path) -> No
     assert_same_arrays(alone, cut)
     some, found = np.arange(500), {}
     for framework in FRAMEWORKS:
-        model, windows = solar.open_run(alone, framework)
-        seen, targets = windows.test.batch(some, some, None).arrays
-        with torch.no_grad():
-            found[framework] = np.asarray(model(torch.from_numpy(seen) if framework == "torch" else seen))[:, 0]
+        seen, targets = solar.opened(solar.SolarConfig()).test.batch(some, some, None).arrays
+        found[framework] = runs.open_run(alone).model(framework).outputs(seen)[:, 0]
     np.testing.assert_allclose(found["tensorflow"], found["torch"], atol=1e-4)
     assert np.square(found["torch"] - targets[:, 0]).mean() < np.square(targets[:, 1] - targets[:, 0]).mean()
 

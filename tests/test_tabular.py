@@ -1,4 +1,4 @@
-"""`python -m hvdtrain.tabular` as users start it, and `test` and `predict` on files that a run has not seen."""
+"""`python -m hvdtrain.tabular` as users start it, and `hvdtrain predict` on files that a run has not seen."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from test_resnet_train import assert_same_arrays
 
 from hvdtrain import cli
 from hvdtrain.system.exits import Failure
-from hvdtrain.training import loop, predict
+from hvdtrain.training import loop
 
 pytest.importorskip("torch")
 pytest.importorskip("tensorflow")
@@ -27,14 +27,6 @@ FRAMEWORKS = ("torch", "tensorflow")
 FLAGS = ["--data", "wine", "--epochs", "4", "--global-batch-size", "16", "--json"]
 CUT = 21
 """Step of the checkpoint from which runs resume, of 32 in four epochs"""
-STRATEGIES = {
-    "local-sgd": "local-sgd:every=3,staleness=1+powersgd:rank=2",
-    "async-ps": "async-ps",
-    "central": "central",
-    "native": "native",
-}
-ALONE = {("tensorflow", "native")}
-"""Needs separate processes: see test_native.py"""
 
 
 def steps(folder: Path) -> list[float]:
@@ -43,17 +35,12 @@ def steps(folder: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of two hosts in each framework: one per strategy, and one with allreduce that is resumed; all in one job."""
+    """Runs of two hosts in each framework with allreduce: a whole one, and one that is resumed; both in one job."""
     folder = tmp_path_factory.mktemp("runs")
     for framework in FRAMEWORKS:
         here = folder / framework
         flags = [*FLAGS, "--framework", framework, "--checkpoint-steps", "7", "--keep-checkpoints", "9", "--run-dir"]
         todo: list[dict[str, Any]] = [{"flags": [*flags, str(here / "allreduce")]}]
-        for name, strategy in STRATEGIES.items():
-            if (framework, name) in ALONE:
-                continue
-            sgd = ["--optimizer", "sgd", "--lr", "0.05"] if name == "async-ps" else []
-            todo.append({"flags": [*flags, str(here / name), "--strategy", strategy, *sgd]})
         cut = {"folder": str(here / "allreduce"), "from_step": CUT}
         todo.append({"flags": [*flags, str(here / "cut"), "--resume"], **cut})
         arguments = [str(PROGRAMS / "strategy_runs.py"), framework, "1", json.dumps(todo), "tabular"]
@@ -100,17 +87,6 @@ def test_resumed_equals_uninterrupted(framework: str, runs: Path) -> None:
     assert (cut / "columns.json").read_bytes() == (whole / "columns.json").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("framework", "strategy"),
-    [(framework, name) for framework in FRAMEWORKS for name in STRATEGIES if (framework, name) not in ALONE],
-)
-def test_every_strategy_trains(framework: str, strategy: str, runs: Path) -> None:
-    found = read_run(runs / framework / strategy)
-    epochs = found["epoch"]
-    assert epochs[-1].train_loss < epochs[0].train_loss
-    assert np.sum(found["summary"][-1].test_sums["confusion"]) == 27
-
-
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wine data in another format with every fifth row twice, and files without or with bad classes."""
@@ -130,13 +106,12 @@ def test_scores_of_another_file_equal_scikit_learns_in_both_frameworks(
 ) -> None:
     told = {}
     for framework in FRAMEWORKS:
-        words = ["--run", str(runs / "torch" / "allreduce"), "--framework", framework]
-        words += ["--data", str(other / "other.csv")]
-        assert cli.command(["tabular", "test", *words, "--json"]) == 0
+        words = ["predict", str(runs / "torch" / "allreduce"), str(other / "other.csv"), "--framework", framework]
+        assert cli.command([*words, "--score", "--json"]) == 0
         printed = capsys.readouterr()
         assert "separated by semicolons, decimal commas, no header" in printed.err
         told[framework] = json.loads(printed.out)
-        assert predict.main(["predict", *words, "--out", str(tmp_path / f"{framework}.csv")]) == 0
+        assert cli.command([*words, "--out", str(tmp_path / f"{framework}.csv")]) == 0
     rows, others = [list(csv.DictReader((tmp_path / f"{name}.csv").read_text().splitlines())) for name in FRAMEWORKS]
     for mine, theirs in zip(rows, others, strict=True):
         assert (mine["line"], mine["class"]) == (theirs["line"], theirs["class"])
@@ -158,24 +133,24 @@ def test_scores_of_another_file_equal_scikit_learns_in_both_frameworks(
 def test_predictions_need_no_classes_and_other_columns_are_errors(runs: Path, other: Path, tmp_path: Path) -> None:
     run, out = str(runs / "tensorflow" / "allreduce"), tmp_path / "out.csv"
 
-    def ask(command: str, name: str, *more: str) -> int:
-        return predict.main([command, "--run", run, "--framework", "torch", "--data", str(other / name), *more])
+    def ask(name: str, *more: str) -> int:
+        return cli.command(["predict", run, str(other / name), "--framework", "torch", *more])
 
     told = []
     (tmp_path / "link.csv").symlink_to(out)
     for name in ("bare.csv", "no_class.csv"):
-        assert ask("predict", name, "--out", str(tmp_path / "link.csv")) == 0
+        assert ask(name, "--out", str(tmp_path / "link.csv")) == 0
         told.append(out.read_text())
     assert told[0] == told[1]
     assert len(told[0].splitlines()) == 1 + 178
     os.mkfifo(tmp_path / "pipe")
     for words, code, told in [
-        (("test", "bare.csv"), 65, "bare.csv:1: 13 columns, but the run was trained on 13 features and a class"),
-        (("test", "unseen.csv"), 65, "unseen.csv:2:14: class 'class_7' was not in the training data"),
-        (("predict", "narrow.csv", "--out", str(out)), 65, "12 columns, but the run was trained on 13 features"),
-        (("predict", "bare.csv", "--out", str(out / "out.csv")), 73, "Not a directory"),
-        (("predict", "bare.csv", "--out", str(tmp_path / "pipe")), 73, "not a plain file"),
-        (("test", "no_class.csv"), 65, "no_class.csv:1:14: the class is missing"),
+        (("bare.csv", "--score"), 65, "bare.csv:1: 13 columns, but the run was trained on 13 features and a class"),
+        (("unseen.csv", "--score"), 65, "unseen.csv:2:14: class 'class_7' was not in the training data"),
+        (("narrow.csv", "--out", str(out)), 65, "12 columns, but the run was trained on 13 features"),
+        (("bare.csv", "--out", str(out / "out.csv")), 73, "Not a directory"),
+        (("bare.csv", "--out", str(tmp_path / "pipe")), 73, "not a plain file"),
+        (("no_class.csv", "--score"), 65, "no_class.csv:1:14: the class is missing"),
     ]:
         with failing(code, told.replace("(", r"\(")):
             ask(*words)
@@ -186,7 +161,7 @@ def test_predictions_need_no_classes_and_other_columns_are_errors(runs: Path, ot
     (tmp_path / "run" / "columns.json").unlink()
     (tmp_path / "run" / "columns.json").write_text('{"schema": "x"}')
     with pytest.raises(Failure, match="does not describe columns"):
-        predict.main(["test", "--run", str(tmp_path / "run"), "--data", str(other / "other.csv")])
+        cli.command(["predict", str(tmp_path / "run"), str(other / "other.csv"), "--score"])
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,10 @@ from twins import Model, tf, torch
 from hvdtrain import data
 from hvdtrain.data.augment import Augment
 from hvdtrain.data.loader import Loader
+from hvdtrain.inference import trained
 from hvdtrain.models import captioner, mlp, network, resnet
 from hvdtrain.models.layers_tf import cross_entropies
-from hvdtrain.training import checkpoint_files, trained
+from hvdtrain.training import checkpoint_files
 
 pytestmark = pytest.mark.slow  # all tests share runs that take a minute
 

@@ -24,8 +24,6 @@ from hypothesis import strategies as st
 
 from hvdtrain import records
 from hvdtrain.results import watch
-from hvdtrain.results.live import LiveRun
-from hvdtrain.results.read.follow import Follower
 from hvdtrain.system import locks
 
 METRICS = Path("metrics") / "rank0000.jsonl"
@@ -33,7 +31,7 @@ GOOD = runs.Made(hosts=2, epochs=3, energy_w={"cpu0": 30.0})
 
 
 def frame(folder: Path) -> dict[str, Any]:
-    return LiveRun(folder).frame().as_json()
+    return watch.read(folder)
 
 
 def grown(whole: Path, folder: Path, cuts: list[int]) -> Iterator[Path]:
@@ -72,45 +70,21 @@ def test_a_run_that_grows_ends_as_one_that_is_read_at_once(
     whole = runs.make(root / "whole", GOOD)
     size = (whole / METRICS).stat().st_size
     cuts = sorted(int(share * size) for share in shares)
-    live, steps = None, [0]
-    for folder in grown(whole, root / "part", cuts):
-        live = live or LiveRun(folder)
-        steps.append(live.frame().step)
-    assert live is not None and steps == sorted(steps) and steps[-1] == GOOD.steps
+    steps = [frame(folder)["step"] for folder in grown(whole, root / "part", cuts)]
+    assert steps == sorted(steps) and steps[-1] == GOOD.steps
     ignored = {"run_dir": "", "updated_unix_s": 0}
-    assert live.frame().as_json() | ignored == frame(whole) | ignored
-
-
-def test_only_new_bytes_are_read(tmp_path: Path) -> None:
-    folder = runs.make(tmp_path / "r", GOOD, complete=False)
-    live = LiveRun(folder)
-    live.frame()
-    size = (folder / METRICS).stat().st_size
-    (folder / METRICS).write_bytes(b"#" * size)  # reading it again would find no step
-    writer = records.Writer(folder / METRICS)
-    writer.write(runs.step(GOOD, GOOD.steps, 3))
-    assert (live.frame().step, live.frame().epoch) == (GOOD.steps + 1, 3)
-
-
-def test_the_end_of_a_file_may_begin_within_a_record(tmp_path: Path) -> None:
-    file = runs.make(tmp_path / "r", GOOD) / METRICS
-    lines = file.read_bytes().splitlines(keepends=True)
-    whole, sizes = list(Follower(file).new()), [len(line) for line in lines]
-    for last_bytes in range(1, sum(sizes[-4:]) + 2):
-        count = sum(sum(sizes[-n:]) <= last_bytes for n in range(1, len(sizes)))
-        assert list(Follower(file, last_bytes).new()) == whole[len(whole) - count :]
+    assert frame(root / "part") | ignored == frame(whole) | ignored
 
 
 def test_a_resumed_run_takes_back_what_it_repeats(tmp_path: Path) -> None:
     folder = runs.make(tmp_path / "r", GOOD)
-    live = LiveRun(folder)
-    assert live.frame().epoch == 3
+    assert frame(folder)["epoch"] == 3
     (folder / "COMPLETE").unlink()
     writer = records.Writer(folder / METRICS)
     writer.write(records.Resumed(step=7, utc=records.utc_now()))
-    assert (live.frame().step, live.frame().epoch, live.frame().test_score) == (7, 1, None)
+    assert [frame(folder)[name] for name in ("step", "epoch", "test_score")] == [7, 1, None]
     writer.write(runs.step(GOOD, 7, 1))
-    assert live.frame().step == 8
+    assert frame(folder)["step"] == 8
 
 
 def test_the_state_follows_the_process_that_holds_the_lock(tmp_path: Path) -> None:

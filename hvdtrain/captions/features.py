@@ -4,20 +4,18 @@
 .npy file (N, features) float32 followed by its SHA-256, so that a damaged or foreign file is detected and replaced.
 
 **Work distribution**: if every rank finds the file, nothing is computed. If only some hosts have it, their ranks read
-equal parts from it. Otherwise each rank computes a part of the images. Each rank writes its part to its host's cache.
-Then one rank per disk joins all parts that it can see. Parts that a disk is missing are sent over the network: a bit
-per value says whether it is zero, followed by the others, 54 % of the size with random weights.
+equal parts from it. Otherwise each rank computes a part of the images. Each rank sends its rows to all others, a batch
+at a time, and one rank per disk without the file writes them: a bit per value says whether it is zero, followed by the
+others, 54 % of the size with random weights.
 
 **Interruptions** are safe at any time: the file gets its name when it is complete. Leftovers of a killed run are
 removed by another run a day later.
 """
 
-import collections
 import hashlib
 import json
 import os
 import secrets
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -103,17 +101,28 @@ def extract(
         _log(world, f"features of {len(images):,} images: read from {path}")
         return whole
     parts = _parts(len(images), holders or list(range(world.size)), world.size)
-    token = world.gather(secrets.token_hex(4))[0]
-    with caching(path.parent), _own_part(path, token, world) as files:
-        part = parts[world.rank]
-        encode = make() if whole is None and part.stop > part.start else None
-        started_s = time.monotonic()
-        if encode is not None:
-            _write_part(files[world.rank], _computed(images, part, encode, batch_size, world))
-        elif whole is not None:
-            _write_part(files[world.rank], iter([whole[part]]))
-        computed_s = max(world.gather(time.monotonic() - started_s))
-        _join(path, len(images), whole is not None, files, parts, world)
+    part, token = parts[world.rank], world.gather(secrets.token_hex(4))[0]
+    encode = make() if whole is None and part.stop > part.start else None
+    started_s, head_bytes = time.monotonic(), len(npy_header(len(images), (FEATURES,), "float32"))
+    with (
+        caching(path.parent),
+        _written(path, len(images), token, has=whole is not None) as out,
+        Progress("features", len(images), "images", world.rank == 0 and not holders) as progress,
+    ):
+        for done in range(0, max(each.stop - each.start for each in parts), batch_size):
+            begins = [each.start + done for each in parts]
+            rows = slice(begins[world.rank], min(begins[world.rank] + batch_size, part.stop))
+            own = np.empty((0, FEATURES), np.float32)
+            if rows.start < rows.stop:
+                own = _checked(encode(images[rows])) if encode else np.asarray(whole)[rows]
+            messages = world.gather_bytes(_packed(own))
+            for begin, each, message in zip(begins, parts, messages, strict=True):
+                if out and begin < each.stop:
+                    out.seek(head_bytes + begin * ROW_BYTES)
+                    out.write(_unpacked(message, (min(begin + batch_size, each.stop) - begin) * FEATURES).data)
+            progress.advance(sum(max(0, min(batch_size, each.stop - each.start - done)) for each in parts))
+    world.gather(None)  # every disk has the file
+    computed_s = max(world.gather(time.monotonic() - started_s))
     if (whole := _opened(path, len(images))) is None:
         raise Failure(f"{path} disappeared or changed while it was made; hint: start again", IO_ERROR)
     source = "copied from another host" if holders else f"{len(images) / computed_s:,.1f} images/s"
@@ -153,99 +162,43 @@ def _log(world: Communicator, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-# --- 3. each rank's part ----------------------------------------------------------------------------------------------
+# --- 3. each disk's file ----------------------------------------------------------------------------------------------
 
 
-def _computed(
-    images: NDArray[np.uint8], part: slice, encode: Encoder, batch_size: int, world: Communicator
-) -> Iterator[NDArray[np.float32]]:
-    """Features of this rank's images, batch by batch. Rank 0 shows progress, assuming that other ranks are as fast."""
-    count = part.stop - part.start
-    with Progress("features", len(images), "images", world.rank == 0) as progress:
-        for first in range(part.start, part.stop, batch_size):
-            last = min(first + batch_size, part.stop)
-            yield encode(images[first:last])
-            before, done = first - part.start, last - part.start
-            progress.advance(done * len(images) // count - before * len(images) // count)
+def _checked(features: NDArray[np.float32]) -> NDArray[np.float32]:
+    if features.shape[1:] != (FEATURES,) or features.dtype != np.float32:
+        raise ValueError(f"the encoder returned {features.dtype} {features.shape}, not float32 (n, {FEATURES})")
+    return np.ascontiguousarray(features)
 
 
 @contextmanager
-def _own_part(path: Path, token: str, world: Communicator) -> Iterator[list[Path]]:
-    """Paths of all ranks' part files in this rank's cache folder. Each rank creates its own file, so it sees the files
-    of all ranks that share its disk. At the end each rank removes its own file."""
+def _written(path: Path, count: int, token: str, *, has: bool) -> Iterator[BinaryIO | None]:
+    """The file to write the features to, with its header, which gets its name and digest at the end of the block. None
+    if this disk has it, or another rank with this disk writes it."""
     for left in path.parent.glob(f".{path.stem}.*.part"):
         with suppress(FileNotFoundError):  # another rank with this disk was faster
             if time.time() - left.stat().st_mtime > ABANDONED_S:
                 left.unlink()
-    files = [path.with_name(f".{path.stem}.{token}.{rank}.part") for rank in range(world.size)]
+    unfinished = path.with_name(f".{path.stem}.{token}.part")
+    out: BinaryIO | None = None
+    with suppress(FileExistsError):  # another rank with this disk was faster; it waits for the first rows of all ranks
+        out = None if has else unfinished.open("xb+")
+    if out is None:
+        yield None
+        return
+    head = npy_header(count, (FEATURES,), "float32")
     try:
-        files[world.rank].touch()
-        world.gather(None)
-        yield files
-        world.gather(None)  # other ranks with this disk may still read it
+        with out:
+            out.write(head)
+            os.posix_fallocate(out.fileno(), 0, len(head) + count * ROW_BYTES + DIGEST_BYTES)
+            yield out
+            out.seek(0)
+            out.write(_digest(out, len(head) + count * ROW_BYTES))
+            out.flush()
+            os.fsync(out.fileno())
+        unfinished.rename(path)
     finally:
-        files[world.rank].unlink(missing_ok=True)
-
-
-def _write_part(file: Path, batches: Iterator[NDArray[np.float32]]) -> None:
-    with file.open("wb") as out:
-        for batch in batches:
-            if batch.shape[1:] != (FEATURES,) or batch.dtype != np.float32:
-                raise ValueError(f"the encoder returned {batch.dtype} {batch.shape}, not float32 (n, {FEATURES})")
-            out.write(np.ascontiguousarray(batch).data)
-
-
-# --- 4. each disk's complete file -------------------------------------------------------------------------------------
-
-
-def _join(
-    path: Path, count: int, has: bool, files: Sequence[Path], parts: Sequence[slice], world: Communicator
-) -> None:
-    """One rank per disk without the file creates it. Collective; all parts have been written."""
-    seen = [rank for rank, file in enumerate(files) if file.exists()]
-    joins = not has and seen[0] == world.rank
-    missing = [rank for rank in range(world.size) if rank not in seen] if joins else []
-    wanted = sorted({rank for ranks in world.gather(missing) for rank in ranks})
-    chunks = _sent(wanted, files, parts, world)
-    if joins:
-        unfinished = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.part")
-        try:
-            with unfinished.open("wb+") as out:
-                head = npy_header(count, (FEATURES,), "float32")
-                out.write(head)
-                os.posix_fallocate(out.fileno(), 0, len(head) + count * ROW_BYTES + DIGEST_BYTES)
-                for rank in seen:
-                    out.seek(len(head) + parts[rank].start * ROW_BYTES)
-                    with files[rank].open("rb") as part:
-                        shutil.copyfileobj(part, out, CHUNK_BYTES)
-                for rank, first, rows in chunks:
-                    if rank in missing:
-                        out.seek(len(head) + first * ROW_BYTES)
-                        out.write(rows.data)
-                out.seek(0)
-                out.write(_digest(out, len(head) + count * ROW_BYTES))
-                out.flush()
-                os.fsync(out.fileno())
-            unfinished.rename(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-    collections.deque(chunks, maxlen=0)  # a rank that does not join may still have to send its part
-    world.gather(None)  # other ranks may open the file from now on
-
-
-def _sent(
-    wanted: Sequence[int], files: Sequence[Path], parts: Sequence[slice], world: Communicator
-) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
-    """Sends the parts of the ranks `wanted` to all ranks: (rank, index of the first row, rows). Collective."""
-    step = CHUNK_BYTES // ROW_BYTES
-    with files[world.rank].open("rb") as part:
-        for done in range(0, max((parts[rank].stop - parts[rank].start for rank in wanted), default=0), step):
-            data = part.read(step * ROW_BYTES) if world.rank in wanted else b""
-            packed = world.gather_bytes(_packed(np.frombuffer(data, np.float32)))
-            for rank in wanted:
-                first, last = parts[rank].start + done, min(parts[rank].start + done + step, parts[rank].stop)
-                if first < last:
-                    yield rank, first, _unpacked(packed[rank], (last - first) * FEATURES)
+        unfinished.unlink(missing_ok=True)
 
 
 def _packed(values: NDArray[np.float32]) -> bytes:

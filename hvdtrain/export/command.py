@@ -22,10 +22,11 @@ from typing import Any
 
 from hvdtrain import frameworks
 from hvdtrain.export.source import Source, open_run
+from hvdtrain.inference import trained
 from hvdtrain.system import exits, files
 from hvdtrain.system.arguments import Parser
 from hvdtrain.system.exits import Failure, printable
-from hvdtrain.training import summary, trained
+from hvdtrain.training import summary
 
 SCHEMA = "hvdtrain/export/1"
 KEPT_KEYS = ("workload", "input", "outputs", "preprocessing", "classes")

@@ -10,29 +10,25 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain import __version__
 from hvdtrain.captions import features
-from hvdtrain.captions import trained as captions
 from hvdtrain.captions.generation import UNWRITTEN, WORDS_LIMIT
 from hvdtrain.captions.vocabulary import END, PAD, START
-from hvdtrain.data.solar import SIDE
-from hvdtrain.models import mlp, solar, vgg16
+from hvdtrain.inference import runs
+from hvdtrain.inference.runs import Run
+from hvdtrain.models import vgg16
 from hvdtrain.records import Manifest
 from hvdtrain.records.arrays_file import Arrays
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
-from hvdtrain.training import classify, predict, trained
 
 SCHEMA = "hvdtrain/model/1"
 BRIGHTEST_W_M2 = 1000.0
-Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
-Degrees = Annotated[float, msgspec.Meta(ge=-360, le=360)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,23 +43,6 @@ class Tensor:
 
     def as_json(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "shape": ["batch", *self.shape]}
-
-
-class ReadingFacts(msgspec.Struct, frozen=True):
-    """What a manifest says about the readings of its run."""
-
-    look: Literal["window", "stack", "map"]
-    ahead: Count
-    step_s: Count
-    station: str
-    mean_w_m2: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
-    deviation_w_m2: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
-    stations: tuple[str, ...] = ()
-    places: Annotated[tuple[tuple[Degrees, Degrees], ...], msgspec.Meta(max_length=1000)] = ()
-
-    def __post_init__(self) -> None:
-        if self.look == "map" and not 0 < len(self.places) == len(self.stations):
-            raise ValueError(f"{len(self.stations)} stations at {len(self.places)} places")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +91,8 @@ def open_run(folder: Path, weights: str | None = None) -> Source:
 
     Raises Failure: 65 for a damaged or incomplete run, 78 for a model of another program.
     """
-    manifest = trained.read_manifest(folder)
-    if manifest.workload not in OPENERS:
-        message = f"{folder} is a run of {manifest.workload!r:.80}, whose model hvdtrain does not know"
-        hint = "export it from your own script, for example with torch.export"
-        raise Failure(f"{message}; hint: {hint}", exits.BAD_CONFIG)
-    return OPENERS[manifest.workload](folder, manifest, weights)
+    run = runs.open_run(folder)
+    return SOURCES[run.manifest.workload](folder, run, weights)
 
 
 def _made(manifest: Manifest) -> dict[str, Any]:
@@ -129,8 +104,7 @@ def _logits(count: int, meaning: str) -> tuple[Tensor, ...]:
     return (Tensor(name="logits", shape=(count,), dtype="float32", meaning=meaning),)
 
 
-def _resnet(folder: Path, manifest: Manifest, weights: str | None) -> Source:
-    run = classify.open_run(folder)
+def _resnet(folder: Path, run: Run, weights: str | None) -> Source:
     shape, dtype, classes = run.facts.image_shape, run.facts.pixel_dtype, run.facts.class_names
     height, width, channels = shape
     colours = "gray" if channels == 1 else "RGB" if channels == 3 else f"{channels} channels"
@@ -148,17 +122,17 @@ def _resnet(folder: Path, manifest: Manifest, weights: str | None) -> Source:
         outputs=_logits(len(classes), "logits of the classes; softmax makes probabilities of them"),
         preprocessing={"operation": "pixels / 255", "scale": 1 / 255, **rounding},
         labels={"classes": classes},
-        made=_made(manifest),
+        made=_made(run.manifest),
     )
 
 
-def _tabular(folder: Path, manifest: Manifest, weights: str | None) -> Source:
-    spec, columns, arrays = predict.open_run(folder)
+def _tabular(folder: Path, run: Run, weights: str | None) -> Source:
+    spec, columns = run.spec, run.facts
     treatment = "; NaN becomes the mean" if columns.missing == "mean" else ""
     return Source(
         workload="tabular",
         spec=spec,
-        arrays=arrays,
+        arrays=run.arrays,
         input=Tensor(
             name="features",
             shape=(spec.inputs,),
@@ -173,27 +147,22 @@ def _tabular(folder: Path, manifest: Manifest, weights: str | None) -> Source:
             "missing": columns.missing,
         },
         labels={"classes": columns.classes, "columns": columns.names},
-        made=_made(manifest),
+        made=_made(run.manifest),
     )
 
 
-def _solar(folder: Path, manifest: Manifest, weights: str | None) -> Source:
-    _, arrays = trained.opened(folder, "solar")
-    facts = trained.facts(folder, manifest.data | {"ahead": manifest.config.get("ahead")}, ReadingFacts)
+def _solar(folder: Path, run: Run, weights: str | None) -> Source:
+    facts = run.facts
     look, places = facts.look, facts.places if facts.look == "map" else ()
-    kind: Any = mlp if look == "window" else solar
-    spec = trained.spec(folder, manifest, mlp.MLPSpec if look == "window" else solar.CNNSpec)
-    trained.check_shapes(folder, arrays, kind.parameters(spec), look == "window" or spec.side == SIDE)
     if look == "map":
         meaning = "one reading of each station at the same moment, in the order of `stations`"
     else:
         meaning = f"consecutive readings of station {facts.station}, {facts.step_s} s apart, the oldest first"
-    count = {"window": getattr(spec, "inputs", 0), "stack": 2 * SIDE - 1, "map": len(places)}[look]
     return Source(
         workload="solar",
-        spec=spec,
-        arrays=arrays,
-        input=Tensor(name="readings", shape=(count,), dtype="float32", meaning=f"W/m2, {meaning}"),
+        spec=run.spec,
+        arrays=run.arrays,
+        input=Tensor(name="readings", shape=(run.readings,), dtype="float32", meaning=f"W/m2, {meaning}"),
         outputs=(
             Tensor(
                 name="forecast",
@@ -210,32 +179,31 @@ def _solar(folder: Path, manifest: Manifest, weights: str | None) -> Source:
             **({"places": places} if places else {}),
         },
         labels={"stations": facts.stations if places else [facts.station]},
-        made=_made(manifest),
+        made=_made(run.manifest),
     )
 
 
-def _captioning(folder: Path, manifest: Manifest, weights: str | None) -> Source:
-    run = captions.open_run(folder)
+def _captioning(folder: Path, run: Run, weights: str | None) -> Source:
     if run.spec.encoder == "none":
         message = f"{folder}: its model uses no images (--encoder none)"
         raise Failure(f"{message}; hint: export a run with another encoder", exits.BAD_CONFIG)
     preprocessing: dict[str, Any] = {"operation": "pixels / 255", "scale": 1 / 255}
-    arrays = dict(run.parameters)
+    arrays = dict(run.arrays)
     if run.spec.encoder == "vgg16":
-        encoder, name = features.encoder_arrays(captions.encoder_weights(run, weights))
+        encoder, name = features.encoder_arrays(runs.encoder_weights(run, weights))
         arrays |= {f"encoder.{array_name}": array for array_name, array in encoder.items()}
         numbers = dataclasses.asdict(vgg16.PREPROCESSING[name])
         preprocessing = {"operation": "pixels * scale + shift; reverse: BGR instead of RGB", "name": name, **numbers}
-    _, width, _ = run.shape
+    height, width, _ = run.image_shape
     return Source(
         workload="captioning",
         spec=run.spec,
         arrays=arrays,
         input=Tensor(
             name="images",
-            shape=run.shape,
+            shape=run.image_shape,
             dtype="uint8",
-            meaning=f"RGB pixels from 0 to 255, resized to {width}x{run.shape[0]} with Pillow's bilinear filter",
+            meaning=f"RGB pixels from 0 to 255, resized to {width}x{height} with Pillow's bilinear filter",
         ),
         outputs=(
             Tensor(
@@ -253,12 +221,12 @@ def _captioning(folder: Path, manifest: Manifest, weights: str | None) -> Source
         ),
         preprocessing=preprocessing,
         labels={
-            "vocabulary": run.vocabulary.words,
+            "vocabulary": run.facts.words,
             "special_words": {"padding": PAD, "start": START, "end": END, "never_written": list(UNWRITTEN)},
         },
-        made=_made(manifest),
+        made=_made(run.manifest),
     )
 
 
-OPENERS = {"resnet": _resnet, "tabular": _tabular, "solar": _solar, "captioning": _captioning}
-"""Function that opens the run of each workload"""
+SOURCES = {"resnet": _resnet, "tabular": _tabular, "solar": _solar, "captioning": _captioning}
+"""Function that describes the run of each workload"""

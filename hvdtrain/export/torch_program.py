@@ -23,11 +23,11 @@ from hvdtrain.captions.generation import UNWRITTEN, WORDS_LIMIT
 from hvdtrain.captions.vocabulary import END, PAD, START
 from hvdtrain.data.solar import SIDE, map_weights
 from hvdtrain.export.source import Source
+from hvdtrain.inference import trained
 from hvdtrain.models import captioner, mlp
 from hvdtrain.models.vgg16_torch import Vgg16Torch
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
-from hvdtrain.training import trained
 
 DOCUMENT = "hvdtrain.json"
 """Name of the extra file in a .pt2 archive that has the document of `Source.about`"""

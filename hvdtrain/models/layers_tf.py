@@ -47,6 +47,10 @@ class Held(tf.Module):
         with scope or contextlib.nullcontext():
             self.weights = {name: variable(name, shape) for name, shape in parameters.items()}
 
+    def outputs(self, inputs: np.ndarray) -> np.ndarray:
+        """The outputs, float32, for inputs as in a batch's first array, in evaluation mode."""
+        return np.asarray(self(tf.constant(inputs), training=False).numpy())
+
     def _array(self, name: str) -> tf.Tensor:
         return tf.cast(self.weights[name], self.compute_dtype)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,7 +12,16 @@ from torch import Tensor, nn
 from hvdtrain.models.layers import Shapes
 
 
-class Named(nn.Module):
+class Predicts(nn.Module):
+    """A module that NumPy's arrays can be given to."""
+
+    @torch.inference_mode()
+    def outputs(self, inputs: np.ndarray) -> np.ndarray:
+        """The outputs, float32, for inputs as in a batch's first array, in evaluation mode; for a model on the CPU."""
+        return cast(np.ndarray, self.eval()(torch.from_numpy(inputs)).numpy())
+
+
+class Named(Predicts):
     """A module whose `state_dict()` has exactly these names and shapes, initially zero."""
 
     def __init__(self, parameters: Shapes, buffers: Shapes | None = None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from hvdtrain.models.layers_tf import Held, Scope, cross_entropies
@@ -59,10 +58,6 @@ class MLPTF(Held):
         for number in self._numbers:
             x = self._linear(f"layers.{number}", tf.nn.relu(x) if number else x)
         return tf.cast(x, tf.float32)
-
-    def outputs(self, x: np.ndarray) -> np.ndarray:
-        """(N, outputs) float32 of x (N, inputs) float32."""
-        return np.asarray(self(tf.constant(x)).numpy())
 
     def loss(self, x: tf.Tensor, targets: tf.Tensor, training: bool) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
         """The sum of losses, and the metric's sums."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
+from hvdtrain.models.layers_torch import Predicts
 from hvdtrain.models.mlp import MLPSpec
 from hvdtrain.models.own_torch import errors
 
@@ -34,7 +34,7 @@ def forecast_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, 
 LOSSES = {"cross_entropy": cross_entropy, "forecast_error": forecast_error}
 
 
-class MLPTorch(nn.Module):
+class MLPTorch(Predicts):
     """The network of `spec`, trained by a loss of `LOSSES`.
 
     `state_dict()` has exactly the names and shapes of `mlp.parameters`. Its values are undefined until they are loaded.
@@ -56,11 +56,6 @@ class MLPTorch(nn.Module):
                 x = F.relu(x) if x.is_leaf else F.relu_(x)
             x = layer(x)
         return x.float()
-
-    @torch.inference_mode()
-    def outputs(self, x: np.ndarray) -> np.ndarray:
-        """(N, outputs) float32 of x (N, inputs) float32; for a model on the CPU."""
-        return cast(np.ndarray, self(torch.from_numpy(x)).numpy())
 
     def loss(self, x: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of losses, and the metric's sums."""

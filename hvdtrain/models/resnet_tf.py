@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-import numpy as np
 import tensorflow as tf
 
 from hvdtrain.models import resnet
@@ -45,10 +44,6 @@ class ResNetTF(Held):
         for layer in self._layers:
             x = layer(x, training)
         return tf.cast(x, tf.float32)
-
-    def outputs(self, images: np.ndarray) -> np.ndarray:
-        """Logits (N, classes) float32 of images (N, H, W, channels) float32, in evaluation mode."""
-        return np.asarray(self(tf.constant(images), training=False).numpy())
 
     def loss(self, images: tf.Tensor, labels: tf.Tensor, training: bool) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
         """Sum of the cross-entropies, and the number of correctly classified images; labels (N,) int64."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -43,13 +41,6 @@ class ResNetTorch(Named):
         if x.ndim == 2:
             return x
         return x.flatten(1)[:, None, None, :] if x.shape[2:] == (1, 1) else x.permute(0, 2, 3, 1)
-
-    @torch.inference_mode()
-    def outputs(self, images: np.ndarray) -> np.ndarray:
-        """Logits (N, classes) float32 of images (N, H, W, channels) float32, in evaluation mode; for a model on the
-        CPU."""
-        self.eval()
-        return cast(np.ndarray, self(torch.from_numpy(images)).numpy())
 
     def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum of the cross-entropies, and the number of correctly classified images; labels (N,) int64."""

@@ -8,9 +8,8 @@ appends: of two records of the same step or epoch, the later one counts.
 """
 
 from hvdtrain.records.files import LONGEST_DOCUMENT_BYTES as LONGEST_DOCUMENT_BYTES
-from hvdtrain.records.files import LONGEST_LINE_BYTES as LONGEST_LINE_BYTES
 from hvdtrain.records.files import Writer as Writer
-from hvdtrain.records.files import decode as decode
+from hvdtrain.records.files import backwards as backwards
 from hvdtrain.records.files import from_json as from_json
 from hvdtrain.records.files import open_plain as open_plain
 from hvdtrain.records.files import read as read

@@ -112,13 +112,23 @@ def _rejected(where: str, reason: str) -> Failure:
 
 def summary(folder: Path) -> Summary | None:
     """The summary at the end of rank 0's records of a run folder. Reads only the end of the file."""
-    with contextlib.suppress(OSError), files.open_plain(folder / "metrics" / "rank0000.jsonl") as stream:
+    with contextlib.suppress(OSError):
+        for record in backwards(folder / "metrics" / "rank0000.jsonl"):
+            if isinstance(record, Summary | Step | Resumed):  # a run that went on has not ended yet
+                return record if isinstance(record, Summary) else None
+    return None
+
+
+def backwards(path: Path) -> Iterator[Record]:
+    """The records of one JSONL file without damaged lines, the last one first. Reads only as much as is asked for.
+
+    Raises OSError.
+    """
+    with files.open_plain(path) as stream:
         for line in _lines_from_end(stream):
             with contextlib.suppress(Failure):
-                record = decode(line, "")
-                if isinstance(record, Summary | Step | Resumed):  # a run that went on has not ended yet
-                    return record if isinstance(record, Summary) else None
-    return None
+                if (record := decode(line, "")) is not None:
+                    yield record
 
 
 def _lines_from_end(stream: IO[bytes]) -> Iterator[bytes]:

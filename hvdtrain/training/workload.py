@@ -44,6 +44,8 @@ def begin(cls: type[C], name: str, purpose: str, argv: Sequence[str] | None = No
     `purpose` heads the help. `argv`: flags; None for those of this process. Raises Failure (2, 65, 78) for invalid
     options.
     """
+    if argv is None and sys.argv[1:2] in (["predict"], ["test"], ["caption"]):  # for one release
+        raise Failure(f"{sys.argv[1]} is not an option; hint: `hvdtrain predict RUN INPUT...`", exits.USAGE)
     config, environment = resume.parse(cls, name, purpose, argv), launch_env()
     for name in parser.misspelled_variables(cls) if environment.rank == 0 else ():
         print(f"hvdtrain: warning: unknown variable {name}", file=sys.stderr)

@@ -34,9 +34,9 @@ COMMANDS = {
     "hvdtrain data captions captions described": (),
     "hvdtrain data solar nothing oahu": (65, 74),
     "hvdtrain data vgg16 nothing vgg16.safetensors": (65, 74),
-    "hvdtrain caption --run results/captions --split test --limit 2": (),
-    "hvdtrain tabular predict --run results/tabular --data one.csv --out answers.csv": (),
-    "hvdtrain resnet predict results/a photos/cats": (),
+    "hvdtrain predict results/captions --split test --limit 2": (),
+    "hvdtrain predict results/tabular one.csv --out answers.csv": (),
+    "hvdtrain predict results/a photos/cats": (),
     "hvdtrain export results/a --to torch -o model.pt2": (),
     "hvdtrain export results/a --to safetensors -o model.safetensors": (),
     "hvdtrain cluster status --name first": (69,),  # there is none

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import collections
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 
 def of_runs(folders: Sequence[str]) -> dict[str, str]:
-    """Each run folder's name, extended by parent folders if several runs have the same name."""
-    parts = {folder: Path(folder).resolve().parts[1:] for folder in folders}
-    names = {}
-    for folder, path in parts.items():
-        for length in range(1, len(path) + 1):
-            end = path[-length:]
-            if collections.Counter(other[-length:] for other in parts.values())[end] == 1:
-                break
-        names[folder] = "/".join(path[-length:])
-    return names
+    """Each run folder's path below the folder that contains all of them."""
+    paths = {folder: os.path.realpath(folder) for folder in folders}
+    above = os.path.commonpath([Path(path).parent for path in paths.values()]) if paths else ""
+    return {folder: os.path.relpath(path, above) for folder, path in paths.items()}

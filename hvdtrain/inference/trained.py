@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,18 +20,6 @@ from hvdtrain.training import checkpoint_files, threads
 from hvdtrain.training.framework import prepare
 
 T = TypeVar("T")
-
-
-def opened(folder: Path, workload: str, *, statistics: bool = False) -> tuple[records.Manifest, Arrays]:
-    """The manifest of a run folder, and the arrays of its best checkpoint: see `best_arrays`.
-
-    Raises Failure (65, 74, 77) if it is not the folder of a run of this workload.
-    """
-    manifest = read_manifest(folder)
-    if manifest.workload != workload:
-        path = folder / "manifest.json"
-        raise Failure(f"{path} is not the manifest of a run of hvdtrain.{workload}", exits.BAD_DATA)
-    return manifest, best_arrays(folder / "checkpoints", statistics=statistics)
 
 
 def read_manifest(folder: Path) -> records.Manifest:
@@ -108,13 +95,6 @@ def spec(folder: Path, manifest: records.Manifest, cls: type) -> Any:
         message = f"its model was saved by another version (unknown field {min(unknown)})"
         raise Failure(f"{folder / 'manifest.json'}: {message}", exits.BAD_DATA)
     return made
-
-
-def check_shapes(folder: Path, arrays: Arrays, shapes: Mapping[str, tuple[int, ...]], fits: bool = True) -> None:
-    """Raises Failure (65) if the arrays do not have these names and shapes, or another document does not fit them."""
-    if {name: array.shape for name, array in arrays.items()} != shapes or not fits:
-        message = "the documents of the run and its checkpoint do not belong to the same model"
-        raise Failure(f"{folder}: {message}; hint: copy the whole run folder again", exits.BAD_DATA)
 
 
 def begin(framework: str) -> None:

@@ -1,0 +1,1 @@
+"""Trained models of runs: their arrays (`trained`), their meaning by workload (`runs`), and `hvdtrain predict`."""

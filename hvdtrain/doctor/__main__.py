@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.doctor import checks, host_checks, link_checks
-from hvdtrain.doctor.agent import LOCAL, Agent, Unreachable, ssh_command
 from hvdtrain.doctor.checks import FAIL, OK, WARN, Check
-from hvdtrain.system import exits, net
+from hvdtrain.system import exits, launchers, net
+from hvdtrain.system.agent import LOCAL, Agent, Unreachable, ssh_command
 from hvdtrain.system.arguments import Parser
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.hosts import Slots, from_slurm, parse_hosts, read_hostfile
@@ -259,7 +259,7 @@ def launcher_programs() -> list[str]:
     """Programs that mpirun starts on each host: Open MPI's daemon, by the path or name that it will use."""
     if shutil.which("mpirun") is None:
         return []
-    known = checks.mpi_version(checks.read_output(["mpirun", "--version"])[1])
+    known = launchers.mpi_version(checks.read_output(["mpirun", "--version"])[1])
     if known is None or known[0] != "Open MPI":
         return []
     newer = known[1].startswith("5")

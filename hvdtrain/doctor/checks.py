@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.system import install
+from hvdtrain.system.launchers import mpi_version
 from hvdtrain.system.redaction import is_secret
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -155,22 +156,6 @@ def horovod(where: str, built: Sequence[str], loaded: Mapping[str, dict[str, Any
 
 
 # --- MPI -------------------------------------------------------------------------------------------------------------
-
-FLAVOURS = [
-    ("Open MPI", r"\(Open MPI\) (\d[\w.]*)|OpenRTE\) (\d[\w.]*)"),
-    ("Spectrum MPI", r"IBM Spectrum MPI\) (\d[\w.]*)"),
-    ("Intel MPI", r"Intel\(R\) MPI Library.*?Version (\S+(?: Update \d+)?)"),
-    ("MPICH", r"HYDRA build details:\s+Version:\s+(\S+)"),
-]
-
-
-def mpi_version(text: str) -> tuple[str, str] | None:
-    """(flavour, version) from the output of `mpirun --version`. None for an unknown MPI."""
-    for flavour, pattern in FLAVOURS:
-        match = re.search(pattern, text, re.DOTALL)
-        if match:
-            return flavour, next(group for group in match.groups() if group)
-    return None
 
 
 def library_flavour(path: str) -> str | None:

@@ -28,11 +28,9 @@ from typing import NoReturn
 
 from hvdtrain.system import exits, ssh
 from hvdtrain.system.commands import Command, succeeds
+from hvdtrain.system.launchers import HELPERS, MPIRUN, REMOTE_SHELLS, STARTERS
 from hvdtrain.system.proc import ended, stat, strings, tree
 
-STARTERS = ("mpirun", "orterun", "orterun_wrapper", "mpiexec", "prterun", "mpiexec.hydra")
-"""Process names of mpirun. The wheel's mpirun is a wrapper, and Open MPI 5's becomes prterun."""
-REMOTE_SHELLS = ("ssh", "rsh", "srun", "orted", "prted", "hydra_pmi_proxy")
 ORPHAN_S = 5.0
 """How long mpirun may run after its last rank here has ended, before the launcher checks the other hosts."""
 ANSWER_S = 3.0
@@ -66,7 +64,7 @@ def is_rank(pid: int) -> bool:
 
 def starters(root: int) -> list[int]:
     """The mpirun processes among a process and its descendants."""
-    return [pid for pid in tree(root) if stat(pid).name in STARTERS and not ended(pid)]
+    return [pid for pid in tree(root) if stat(pid).name.startswith(MPIRUN) and not ended(pid)]
 
 
 def ask_to_stop(root: int) -> None:
@@ -186,8 +184,8 @@ class Job:
         launchers = starters(self.child.pid)
         if not launchers:
             return False
-        helpers = (*REMOTE_SHELLS, *STARTERS)
-        if any(stat(pid).name not in helpers and not ended(pid) for top in launchers for pid in tree(top)):
+        others = (*STARTERS, *HELPERS, *REMOTE_SHELLS)
+        if any(not stat(pid).name.startswith(others) and not ended(pid) for top in launchers for pid in tree(top)):
             self.ranks_seen, self.ranks_gone_since = True, None
         elif self.ranks_seen and self.ranks_gone_since is None:
             self.ranks_gone_since = time.monotonic()

@@ -28,7 +28,7 @@ from typing import Any
 from hvdtrain.launch.agent import BEAT_S
 from hvdtrain.launch.hostfile import HostfileWatch, say
 from hvdtrain.launch.line import BrokenLine
-from hvdtrain.launch.members import RETURN_MAX_S, Gathers, Host, Members, arrival, blocked, dismiss
+from hvdtrain.launch.members import RETURN_MAX_S, Gathers, Host, Members, arrival, ask_who_blocks, dismiss
 from hvdtrain.launch.stopping import StopRequests
 from hvdtrain.system import exits
 from hvdtrain.system.commands import Command
@@ -42,8 +42,8 @@ SLOW_REPORTS = 3
 """Reports in a row after which a host counts as slow"""
 ATTEMPTS = 5
 """Views in a row in which the members could not connect, after which the job ends"""
-LOOK_S, RECENT_S = 1.0, 3.0
-"""Time between two looks for stalls, and the age of the reports that they use"""
+LOOK_S = 1.0
+"""Time between two looks for stalls"""
 LAST_WORDS_S = 4.0
 """Time for the other ranks to end after one of them failed"""
 KEY_BYTES = 32
@@ -264,11 +264,8 @@ class ElasticJob:
         if now < self._next_look or self._ending:
             return
         self._next_look = now + LOOK_S
-        members = {index: self._hosts[index] for index in self._members.present if not self._hosts[index].gone}
-        stalls = {index: host.stall for index, host in members.items() if now - host.looked_at < RECENT_S}
-        for index, host in members.items() if stalls else ():  # they answer
-            host.line.send({"stalls": [stall for other, stall in stalls.items() if other != index and stall]})
-        blocking, reason = blocked(members, stalls)
+        hosts = {index: self._hosts[index] for index in self._members.present if not self._hosts[index].gone}
+        blocking, reason = ask_who_blocks(hosts, now)
         for index in blocking:
             self._lose(index, reason)
         if reason and not blocking:

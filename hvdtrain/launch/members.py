@@ -19,6 +19,8 @@ START_S = 30.0
 RETURN_S = 5.0
 """Wait before a lost host is started again. It doubles with each loss of that host, up to RETURN_MAX_S"""
 RETURN_MAX_S = 60.0
+RECENT_S = 3.0
+"""Age of the reports of stalls that count"""
 STOPPED_S = 15.0
 """How long a rank may be stopped while others run"""
 
@@ -126,6 +128,14 @@ def arrival(hosts: Sequence[Host]) -> str:
     words = [f"{' and '.join(back)} came back"] if back else []
     words += [f"{' and '.join(new)} {'is' if len(new) == 1 else 'are'} new"] if new else []
     return ", ".join(words) or "a host was ready to take part, and was lost again"
+
+
+def ask_who_blocks(hosts: Mapping[int, Host], now: float) -> tuple[list[int], str]:
+    """Judge the recent reports of the members as `blocked` does, and if there are any, ask each member for its own."""
+    stalls = {index: host.stall for index, host in hosts.items() if now - host.looked_at < RECENT_S}
+    for index, host in hosts.items() if stalls else ():  # they answer
+        host.line.send({"stalls": [stall for other, stall in stalls.items() if other != index and stall]})
+    return blocked(hosts, stalls)
 
 
 def blocked(hosts: Mapping[int, Host], known: Mapping[int, dict[str, Any]]) -> tuple[list[int], str]:

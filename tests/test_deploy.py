@@ -16,8 +16,6 @@ import yaml
 from conftest import ROOT, alone, finished, until
 
 DEPLOY = ROOT / "deploy"
-NEEDED = {"g++", "make", "python3-dev", "python3-venv", "iproute2"}
-"""Debian packages that tools/setup.sh and the launchers need"""
 
 
 def document(name: str) -> Any:
@@ -37,61 +35,23 @@ def settings(name: str) -> dict[str, str]:
     return {words[0]: words[1] for words in lines if words and words[0] != "#"}
 
 
-def check_shell(script: str) -> None:
-    done = subprocess.run(["bash", "-n", "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, f"{script}: {done.stderr}"
-
-
-def installed(script: str) -> set[str]:
-    """The packages that `apt-get install` commands name."""
-    calls = re.findall(r"apt-get install ([^&|;\n]*)", script.replace("\\\n", " "))
-    return {word for call in calls for word in call.split() if not word.startswith("-")}
-
-
-def test_every_file_is_in_the_readme() -> None:
-    text = (DEPLOY / "README.md").read_text()
-    names = {path.name for path in DEPLOY.iterdir()} - {"README.md", "Dockerfile.dockerignore"}
-    assert all(f"`{name}`" in text for name in names), names
-
-
-def test_images_copy_files_that_exist_and_install_what_the_set_up_needs() -> None:
-    dockerfile, definition = (DEPLOY / "Dockerfile").read_text(), (DEPLOY / "hvdtrain.def").read_text()
-    (files,) = re.findall(r"^%files\n(.*?)^%", definition, flags=re.MULTILINE | re.DOTALL)
+def test_images_copy_files_that_exist_and_run_nothing_as_root_later() -> None:
+    (files,) = re.findall(r"^%files\n(.*?)^%", (DEPLOY / "hvdtrain.def").read_text(), flags=re.MULTILINE | re.DOTALL)
     copied = [line.split()[0] for line in files.strip().splitlines()]
     copied += [rest.split()[-2] for word, rest in instructions() if word == "COPY" and "--from" not in rest]
     assert not [source for source in copied if not (ROOT / source).exists()]
-    for word, rest in instructions():
-        if word == "RUN":
-            check_shell(rest)
-    assert installed(dockerfile) >= NEEDED | {"openssh-server", "openssh-client", "python3"}
-    assert installed(definition) >= NEEDED | {"openssh-client"}
-    assert installed(document("skypilot.yaml")["setup"]) >= NEEDED
-    assert {*document("cloud-init.yaml")["packages"]} >= NEEDED | {"git", "openssh-server"}
     words = [word for word, _ in instructions()]
-    assert "RUN" not in words[words.index("USER") :], "no command of the image runs as root later"
+    assert "RUN" not in words[words.index("USER") :]
 
 
 def test_the_mpijob_fits_the_image() -> None:
     spec, image = document("mpijob.yaml")["spec"], dict(instructions())
-    text = (DEPLOY / "Dockerfile").read_text()
-    uid, user = re.search(r"useradd .*--uid (\d+) .* (\w+) ", text).groups()  # type: ignore[union-attr]
-    assert image["USER"] == user
-    sshd, ssh, worker = settings("sshd_config"), settings("ssh_config"), spec["mpiReplicaSpecs"]["Worker"]
-    assert spec["sshAuthMountPath"] == f"/home/{user}/.ssh"
-    (container,) = worker["template"]["spec"]["containers"]
-    ports = {
-        int(image["EXPOSE"]),
-        int(sshd["Port"]),
-        int(ssh["Port"]),
-        container["readinessProbe"]["tcpSocket"]["port"],
-    }
-    assert ports == {container["ports"][0]["containerPort"]}
-    assert f"COPY deploy/sshd_config {container['args'][0].split()[-1]}" in text
-    for replica in spec["mpiReplicaSpecs"].values():
-        context = replica["template"]["spec"]["containers"][0]["securityContext"]
-        assert context["runAsUser"] == int(uid) and not context["allowPrivilegeEscalation"]
-        assert context["capabilities"] == {"drop": ["ALL"]}
-        assert replica["template"]["spec"]["containers"][0]["workingDir"] == image["WORKDIR"]
+    uid = re.search(r"useradd .*--uid (\d+)", (DEPLOY / "Dockerfile").read_text())
+    (container,) = spec["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    ports = [image["EXPOSE"], settings("sshd_config")["Port"], settings("ssh_config")["Port"]]
+    ports += [container["readinessProbe"]["tcpSocket"]["port"], container["ports"][0]["containerPort"]]
+    assert len({*map(int, ports)}) == 1
+    assert uid and container["securityContext"]["runAsUser"] == int(uid[1])
 
 
 def test_the_mpijob_runs_commands_that_exist(tmp_path: Path) -> None:
@@ -143,7 +103,6 @@ def test_a_worker_admits_its_user_only_and_has_a_host_key_of_its_own(tmp_path: P
 
 def test_skypilot_starts_the_launcher_on_the_first_node_with_all_hosts(tmp_path: Path) -> None:
     task = document("skypilot.yaml")
-    check_shell(task["setup"])
     stand_in = tmp_path / "launch" / "mpirun.sh"
     stand_in.parent.mkdir()
     stand_in.write_text('#!/bin/sh\necho "$@"\n')
@@ -154,19 +113,9 @@ def test_skypilot_starts_the_launcher_on_the_first_node_with_all_hosts(tmp_path:
         assert (done.returncode, done.stdout) == (0, expected), done.stderr
 
 
-def test_nothing_of_cloud_init_runs_as_root() -> None:
-    data = document("cloud-init.yaml")
-    (user,) = data["users"]
-    assert user["lock_passwd"] is True
-    assert all(command[:4] == ["sudo", "-u", user["name"], "-H"] for command in data["runcmd"])
-    check_shell(data["runcmd"][-1][-1])
-
-
 def test_the_workflow_runs_lint_and_tests() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     assert workflow["permissions"] == {"contents": "read"}
     commands = [step["run"] for step in workflow["jobs"]["test"]["steps"] if "run" in step]
-    for command in commands:
-        check_shell(command)
     targets = [command.split()[1] for command in commands if command.startswith("make ")]
     assert targets == ["setup", "lint", "test-all"]

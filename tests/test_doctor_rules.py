@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.doctor import agent, checks, host_checks, link_checks
+from hvdtrain.doctor import checks, host_checks, link_checks
+from hvdtrain.system import agent, launchers
 
 OPEN_MPI_5 = "mpirun (Open MPI) 5.0.5\n\nReport bugs to https://www.open-mpi.org/community/help/"
 MPICH = """HYDRA build details:
@@ -31,7 +32,7 @@ INTEL = "Intel(R) MPI Library for Linux* OS, Version 2021.10 Build 20230619 (id:
     ],
 )
 def test_mpi_versions(text: str, known: tuple[str, str] | None) -> None:
-    assert checks.mpi_version(text) == known
+    assert launchers.mpi_version(text) == known
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_contract import FILES
 
-from hvdtrain.lab import throttle
 from hvdtrain.lab.throttle.watchdog import Store
 from hvdtrain.models.vgg16_weights import Vgg16Config, import_weights
 from hvdtrain.sweep import execute
-from hvdtrain.system import exits, files
+from hvdtrain.system import exits, files, net
 from hvdtrain.system.exits import CANNOT_WRITE, Failure
 
 HOSTILE = ("pipe", "socket", "zeros", "kernel messages", "sparse", "deep")
@@ -34,7 +33,7 @@ def test_hostile_throttle_files_are_rejected(tmp_path: Path, kind: str, monkeypa
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "throttle-state.json"
     FILES[kind](path)
-    assert throttle.requested(path) is None
+    assert net.requested_throttle(path) is None
     with pytest.raises(Failure) as failure:
         Store(tmp_path).load()
     assert failure.value.code in (exits.BAD_DATA, exits.IO_ERROR, exits.NO_PERMISSION, exits.BAD_CONFIG)

@@ -25,10 +25,10 @@ from thread_ranks import at_once
 from hvdtrain.comm import rendezvous, signed_store
 from hvdtrain.comm.launch_env import LaunchEnv
 from hvdtrain.data import prepared
-from hvdtrain.doctor.agent import LOCAL, Agent
 from hvdtrain.sentinel import auth
 from hvdtrain.sentinel.watch import PURPOSE, RankReport
 from hvdtrain.system import files, link_probe, socket_filter
+from hvdtrain.system.agent import LOCAL, Agent
 from hvdtrain.system.exits import Failure
 
 STRANGERS = 1100

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, WITHOUT_RIGHTS, failing, finished
 
-from hvdtrain.lab import throttle
 from hvdtrain.lab.throttle import __main__ as command_line
 from hvdtrain.lab.throttle import goodput, qdisc, remote
 from hvdtrain.lab.throttle.qdisc import Shape
 from hvdtrain.lab.throttle.request import parser, shapes
-from hvdtrain.system import commands
+from hvdtrain.system import commands, net
 
 TEN = Shape(rate_bit_s=10_000_000)
 
@@ -98,15 +97,13 @@ def test_a_missing_tc_is_an_error_that_names_the_package(monkeypatch: pytest.Mon
         command_line.main(["10mbit", "--dev", "lo", "--dry-run", "--force"])
 
 
-def test_the_requested_throttle_is_none_if_the_file_is_missing_or_damaged(tmp_path: Path) -> None:
+def test_the_requested_throttle_is_none_if_nothing_was_asked_for(tmp_path: Path) -> None:
     file = tmp_path / "throttle.json"
-    assert throttle.requested(file) is None
+    assert net.requested_throttle(file) is None
     about = command_line.document("eth0", TEN, None)
     file.write_text(json.dumps(about))
-    assert throttle.requested(file) == about
+    assert net.requested_throttle(file) == about
     assert (about["up_mbit"], about["down_mbit"], about["burst_bytes"]) == (10.0, None, 3028)
-    file.write_text("{")
-    assert throttle.requested(file) is None
 
 
 # --- other machines --------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
 Creates a virtual cluster, throttles it to each rate and runs the launchers in turn. Needs root. Each run times float32
 allreduces of all sizes on the slowest rank, after random pauses as in training. The limit of the network is
 2 (p-1)/p x bytes / (rate x 0.936) for p hosts (Patarasuk and Yuan 2009, doi 10.1016/j.jpdc.2008.09.002). Idle traffic
-is the larger direction of the first host's interface while all ranks are idle. Exits with 1 if a goal is missed.
+is the larger direction of the first host's interface while all ranks are idle.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ NAMES = "abcdefgh"
 STARTERS = ("gloo", "mpirun", "ours", "ours-horovodrun", "ours-gloo")
 IDLE_S = 8.0
 PAUSE_S = 0.1
-START_S = 12.0
-"""Seconds that a run needs in addition to its allreduces, for the estimate"""
-SHARE_GOAL, SHARE_FROM_BYTES, SHARE_UP_TO_BIT_S = 0.95, 1_000_000, 100_000_000
-IDLE_GOAL_PERCENT = 1.0
+QUEUED_UP_TO_BYTES = 1_000_000
+"""Smaller transfers may pass through a link's queue faster than the rate"""
+MARK = "bench "
 
 
 def limit_s(hosts: int, size: int, rate_bit_s: int) -> float:
@@ -91,7 +90,7 @@ def rank_program(work: Sequence[tuple[int, int]], idle_s: float) -> None:
         report["idle_bit_s"] = max(8 * (new - old) / idle_s for old, new in zip(before, after, strict=True))
     hvd.allreduce(torch.zeros(1), name="end")
     if hvd.rank() == 0:
-        print("bench_network " + json.dumps(report), flush=True)
+        print(MARK + json.dumps(report), flush=True)
     hvd.shutdown()
 
 
@@ -119,15 +118,23 @@ def starter(kind: str, hosts: str, ranks: int) -> list[str]:
     return [*launchers.get(kind, ["launch/horovodrun.sh"]), "-np", str(ranks), "-H", hosts]
 
 
-def measure(name: str, kind: str, hosts: str, ranks: int, work: Sequence[tuple[int, int]], idle_s: float) -> Any:
-    """Run one launcher and return the report of rank 0."""
+def measure(name: str, kind: str, hosts: str, ranks: int, program: Sequence[str]) -> Any:
+    """Run a program of ranks with one launcher and return what rank 0 reports (MARK and a JSON document)."""
     words = ["tools/cluster.sh", "exec", "--name", name, "a", "--", *starter(kind, hosts, ranks)]
-    words += [sys.executable, "tools/bench_network.py", "--rank", json.dumps(work), "--idle-s", str(idle_s)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([*words, sys.executable, *program], cwd=ROOT, capture_output=True, text=True, check=False)
     for line in done.stdout.splitlines():
-        if "bench_network {" in line:
+        if MARK + "{" in line:
             return json.loads(line[line.index("{") :])
-    raise Failure(f"{kind} over {hosts} printed no report (exit code {done.returncode}): {done.stderr[-600:]}")
+    errors = [line for line in done.stderr.splitlines() if "Error" in line or "hvdtrain:" in line]
+    reason = errors[0] if errors else done.stderr[-600:]
+    raise Failure(f"{kind} over {hosts} printed no report (exit code {done.returncode}): {reason}")
+
+
+def check_throttle(what: str, seconds: float, nbytes: int, limit: float) -> None:
+    """Raises Failure for a transfer that was faster than its links."""
+    if nbytes >= QUEUED_UP_TO_BYTES and seconds < limit / 1.2:
+        reason = f"{what} took {seconds:.4f} s, but the network needs {limit:.4f} s"
+        raise Failure(f"{reason}; hint: another program may have removed the throttle")
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -141,7 +148,8 @@ def case(options: argparse.Namespace, rate: int, hosts: int) -> list[dict[str, A
     idle: dict[str, list[float]] = defaultdict(list)
     for turn in range(options.rounds):
         for kind in options.starters:
-            report = measure(options.name, kind, listed, hosts * options.ranks_per_host, work, options.idle_s)
+            program = ["tools/bench_network.py", "--rank", json.dumps(work), "--idle-s", str(options.idle_s)]
+            report = measure(options.name, kind, listed, hosts * options.ranks_per_host, program)
             for size, times in report["seconds"].items():
                 seconds[kind, int(size)] += times
             idle[kind].append(100 * report["idle_bit_s"] / rate)
@@ -149,11 +157,7 @@ def case(options: argparse.Namespace, rate: int, hosts: int) -> list[dict[str, A
     rows = []
     for (kind, size), times in seconds.items():
         median, limit = statistics.median(times), limit_s(hosts, size, rate)
-        if size >= SHARE_FROM_BYTES and median < limit / 1.2:
-            raise Failure(
-                f"{kind}: {size} bytes took {median:.4f} s, but the network needs {limit:.4f} s; "
-                "hint: another program may have removed the throttle"
-            )
+        check_throttle(f"{kind}: {size} bytes", median, size, limit)
         rows.append(
             {
                 "rate_mbit": rate / 1e6,
@@ -179,56 +183,33 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     print(table.drop(columns="ranks_per_host").to_string(index=False, float_format="{:.4g}".format))
 
 
-def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Describe the goals that rows of hvdtrain's launchers miss."""
-    problems = []
-    medians = {(r["rate_mbit"], r["hosts"], r["bytes"], r["starter"]): r["median_s"] for r in rows}
-    for row in rows:
-        if not row["starter"].startswith("ours"):
-            continue
-        name = f"{row['starter']}, {row['rate_mbit']:g}mbit, {row['hosts']} hosts, {row['bytes'] / 1000:g} kB"
-        slow = row["rate_mbit"] * 1e6 <= SHARE_UP_TO_BIT_S
-        if slow and row["bytes"] >= SHARE_FROM_BYTES and row["share_of_limit"] < SHARE_GOAL:
-            problems.append(f"{name}: {row['share_of_limit']:.3f} of the limit, goal {SHARE_GOAL}")
-        for other in ("gloo", "mpirun"):
-            plain_s = medians.get((row["rate_mbit"], row["hosts"], row["bytes"], other))
-            if plain_s is not None and row["median_s"] > plain_s:
-                problems.append(f"{name}: {row['median_s']:.4f} s, plain {other} {plain_s:.4f} s")
-        if row["rate_mbit"] == 10 and row["idle_percent"] > IDLE_GOAL_PERCENT:
-            problems.append(f"{name}: idle {row['idle_percent']:.2f} % of the link, goal {IDLE_GOAL_PERCENT:g} %")
-    return problems
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
-def parser() -> Parser:
-    top = Parser(description=__doc__)
-
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
+def options_of(about: str | None, hosts: list[int], name: str) -> Parser:
+    """A parser with the options of every benchmark on a throttled cluster."""
+    top = Parser(description=about)
     top.add_argument("--rates", type=lambda text: [parse_rate(part) for part in text.split(",")], metavar="RATES")
-    top.add_argument("--sizes-kb", type=numbers, default=[64, 1000, 5000, 25000, 85000], metavar="KB")
-    top.add_argument("--hosts", type=numbers, default=[2, 4], metavar="N", help="numbers of hosts (default: 2,4)")
-    top.add_argument("--ranks-per-host", type=int, default=1, metavar="N")
-    top.add_argument("--rounds", type=int, default=2, metavar="N", help="rounds of all launchers (default: 2)")
-    top.add_argument("--starters", type=lambda text: text.split(","), default=list(STARTERS[:3]), metavar="NAMES")
-    top.add_argument("--name", default="tbench", help="name of the virtual cluster (default: tbench)")
-    top.add_argument(
-        "--idle-s", type=float, default=IDLE_S, metavar="SECONDS", help="time for idle traffic (default: 8)"
-    )
+    listed = ",".join(map(str, hosts))
+    top.add_argument("--hosts", type=numbers, default=hosts, metavar="N", help=f"numbers of hosts (default: {listed})")
+    top.add_argument("--name", default=name, help=f"name of the virtual cluster (default: {name})")
     top.add_argument("--json", action="store_true", help="one JSON document instead of the table")
     top.add_argument("--rank", help=argparse.SUPPRESS)
     top.set_defaults(rates=[10_000_000, 100_000_000, 1_000_000_000])
     return top
 
 
-def estimate_s(options: argparse.Namespace) -> float:
-    total = 0.0
-    for rate in options.rates:
-        for hosts in options.hosts:
-            sizes = ((limit_s(hosts, size, rate), size) for size in options.sizes)
-            once = sum(1.3 * expected * repeats(expected) for expected, _ in sizes) + START_S + options.idle_s
-            total += options.rounds * len(options.starters) * once
-    return total
+def parser() -> Parser:
+    top = options_of(__doc__, [2, 4], "tbench")
+    top.add_argument("--sizes-kb", type=numbers, default=[64, 1000, 5000, 25000, 85000], metavar="KB")
+    top.add_argument("--ranks-per-host", type=int, default=1, metavar="N")
+    top.add_argument("--rounds", type=int, default=2, metavar="N", help="rounds of all launchers (default: 2)")
+    top.add_argument("--starters", type=lambda text: text.split(","), default=list(STARTERS[:3]), metavar="NAMES")
+    top.add_argument(
+        "--idle-s", type=float, default=IDLE_S, metavar="SECONDS", help="time for idle traffic (default: 8)"
+    )
+    return top
 
 
 def main(arguments: list[str]) -> int:
@@ -243,7 +224,6 @@ def main(arguments: list[str]) -> int:
         return 2
     rows: list[dict[str, Any]] = []
     need_root("the benchmark's virtual cluster")
-    print(f"bench_network: about {estimate_s(options) / 60:.0f} minutes", file=sys.stderr, flush=True)
     cluster("up", "--name", options.name, "--hosts", ",".join(NAMES[: max(options.hosts)]))
     try:
         for rate in options.rates:
@@ -252,13 +232,8 @@ def main(arguments: list[str]) -> int:
                 rows += case(options, rate, hosts)
     finally:
         cluster("down", "--name", options.name)
-    problems = missed(rows)
-    if options.json:
-        print(json.dumps({"schema": "hvdtrain/bench-network/1", "rows": rows, "missed": problems}))
-    else:
-        show(rows)
-        print("\n".join(["", *(f"missed: {problem}" for problem in problems)]) if problems else "\nall goals reached")
-    return 1 if problems else 0
+    print(json.dumps({"schema": "hvdtrain/bench-network/1", "rows": rows})) if options.json else show(rows)
+    return 0
 
 
 if __name__ == "__main__":

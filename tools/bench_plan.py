@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -30,7 +29,9 @@ import pandas as pd
 from scipy.stats import kendalltau
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from bench_network import cluster, numbers, throttle  # noqa: E402
 
 from hvdtrain import records  # noqa: E402
 from hvdtrain.plan import learning  # noqa: E402
@@ -38,7 +39,6 @@ from hvdtrain.plan.network import LATENCY_S, Link  # noqa: E402
 from hvdtrain.strategies import automatic  # noqa: E402
 from hvdtrain.strategies.cost import Layout  # noqa: E402
 from hvdtrain.strategies.spec import parse  # noqa: E402
-from hvdtrain.sweep.process import run_uninterrupted  # noqa: E402
 from hvdtrain.system import exits  # noqa: E402
 from hvdtrain.system.arguments import Parser  # noqa: E402
 from hvdtrain.system.commands import need_root  # noqa: E402
@@ -212,7 +212,7 @@ def regrets(found: pd.DataFrame, choices: Sequence[dict[str, Any]]) -> list[str]
 def parser() -> Parser:
     top = Parser(description=__doc__)
     top.add_argument("--rates", type=lambda text: text.split(","), default=["10mbit", "100mbit", "1gbit"])
-    top.add_argument("--hosts", type=lambda text: [int(part) for part in text.split(",")], default=[2, 3, 4])
+    top.add_argument("--hosts", type=numbers, default=[2, 3, 4])
     top.add_argument("--strategy", action="append", metavar="S", help="only this one; give it again for more")
     top.add_argument("--model", choices=MODELS, default="resnet")
     top.add_argument("--cores", type=float, default=0.5, metavar="N", help="cores of each host (default: 0.5)")
@@ -234,10 +234,6 @@ def main(arguments: list[str]) -> int:
     need_root("the benchmark's virtual cluster")
     folder = options.root / records.utc_now().replace(":", "")
     folder.mkdir(parents=True)
-
-    def cluster(*words: str) -> None:
-        run_uninterrupted([f"{ROOT}/tools/cluster.sh", *words], os.environ)
-
     cluster("up", "--name", options.name, "--hosts", ",".join(NAMES), "--cpu-share", str(options.cores), "--slots", "1")
     rows = list[dict[str, Any]]()
     try:
@@ -246,7 +242,7 @@ def main(arguments: list[str]) -> int:
         (folder / "predictions.json").write_bytes(content)
         print(f"predictions of {len(cells)} cells: SHA-256 {hashlib.sha256(content).hexdigest()}", flush=True)
         for rate in options.rates:
-            run_uninterrupted([f"{ROOT}/tools/throttle.sh", rate, "--name", options.name], os.environ)
+            throttle(options.name, parse_rate(rate))
             for cell in (each for each in cells if each["rate"] == rate for _ in range(options.repeats)):
                 rows.append(run(options, cell, folder, len(rows)))
                 (folder / "cells.json").write_text(json.dumps(rows, indent=1))

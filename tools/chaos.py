@@ -237,17 +237,8 @@ def repeatedly(options: argparse.Namespace, lab: Lab) -> list[dict[str, Any]]:
         lab.set_rate(rate)
         folder = options.out / f"every-{options.every:g}-{rate}-{options.seed}"
         shutil.rmtree(folder, ignore_errors=True)
-        words = [
-            "--elastic",
-            "-H",
-            hosts,
-            sys.executable,
-            *TRAIN,
-            "--width",
-            "0.25",
-            "--batch-size",
-            str(BATCH_OF_HOST),
-        ]
+        words = ["--elastic", "-H", hosts, sys.executable, *TRAIN]
+        words += ["--width", "0.25", "--batch-size", str(BATCH_OF_HOST)]
         words += ["--strategy", options.strategy, "--epochs", "100000", "--evaluate-samples", "64"]
         words += ["--checkpoint-epochs", "0", "--run-dir", str(folder)]
         job, output = None, folder.with_suffix(".txt")

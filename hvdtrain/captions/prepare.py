@@ -33,7 +33,8 @@ from hvdtrain.captions.sources import Source
 from hvdtrain.captions.vocabulary import Vocabulary
 from hvdtrain.config.constraints import bounded
 from hvdtrain.data import stratify
-from hvdtrain.data.images import ImageOptions, check_destination, drop_bad_rows, make, named, seal, write_json
+from hvdtrain.data.images import ImageOptions, drop_bad_rows, make, named
+from hvdtrain.data.making import check_destination, seal, write_json
 from hvdtrain.data.pixels import Bad
 from hvdtrain.data.prepared import PARTS, cache_folder, caching
 from hvdtrain.data.tree import Tree, draw_lot

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 
 from hvdtrain.system.environment import MOST_TASKS, number, task_counts
+from hvdtrain.system.launchers import LAUNCHERS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,30 +24,16 @@ class LaunchEnv:
     local_size: int = 1
 
 
-# launcher, then its variables for rank, size, local rank and local size
-LAUNCHERS: list[tuple[str, ...]] = [
-    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("elastic", *(f"HVDTRAIN_ELASTIC_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
-    ("torch.distributed", *(f"HVDTRAIN_TORCH_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
-    ("mpirun", *(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
-    ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH's
-    ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-    ("srun", "PMIX_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
-]
-
-
 def launch_env(environment: Mapping[str, str] = os.environ) -> LaunchEnv:
     """Read the launcher's variables. `horovodrun --mpi` starts mpirun, so it appears as mpirun.
 
-    torchrun is recognised by TORCHELASTIC_RUN_ID, because other programs set RANK too. It takes precedence over mpirun
-    and srun, which may have started it. Raises Failure (78) if a variable is not a number within its bounds.
+    The first of `LAUNCHERS` counts. Raises Failure (78) if a variable is not a number within its bounds.
     """
-    torchrun = "TORCHELASTIC_RUN_ID" in environment
-    if torchrun and environment.get("WORLD_SIZE") == "1":
+    if "TORCHELASTIC_RUN_ID" in environment and environment.get("WORLD_SIZE") == "1":
         return LaunchEnv(launcher="alone")
-    for launcher, rank, size, local_rank, local_size in LAUNCHERS if torchrun else LAUNCHERS[1:]:
-        # srun --mpi=pmi2 sets PMI_RANK too, without connecting the ranks.
-        if rank in environment and size in environment and (rank != "PMI_RANK" or local_rank in environment):
+    for one in LAUNCHERS:
+        launcher, (rank, size, local_rank, local_size) = one.name, one.variables
+        if rank in environment and size in environment and one.needs in {"", *environment}:
             hint = f"start the ranks with {launcher}, or unset {rank} and {size}"
             count = number(size, environment[size], hint, least=1)
             local = environment.get(local_size)

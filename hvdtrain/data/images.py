@@ -24,18 +24,11 @@ to the file and not to a memory map, where a full disk would kill them with SIGB
 
 from __future__ import annotations
 
-import errno
 import functools
-import hashlib
-import json
 import math
 import os
-import shutil
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -49,12 +42,13 @@ from hvdtrain import __version__
 from hvdtrain.config.constraints import bounded, counts, problem
 from hvdtrain.config.parser import flag
 from hvdtrain.data import MAX_PIXELS
+from hvdtrain.data.making import check_destination, making, seal, write_json
 from hvdtrain.data.pixels import Bad, Chunk, convert, npy_header, workers
 from hvdtrain.data.prepared import FILES, INDEX_BYTES, PARTS, SCHEMA, whole_numbers
 from hvdtrain.data.tree import Tree, find, report_ignored
 from hvdtrain.observe.progress import Progress
 from hvdtrain.system import files
-from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, IO_ERROR, RESUMABLE, Failure
+from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, Failure
 
 SUMMARY = "hvdtrain.data.images/1"
 CHUNK_BYTES = 4 * 2**20  # size of the rows in one worker task
@@ -165,15 +159,6 @@ def prepare(config: ImagesConfig) -> dict[str, Any]:
     return {**made, "schema": SUMMARY}
 
 
-def check_destination(source: str, folder: str) -> None:
-    """Raises Failure for a destination that exists or is inside the source."""
-    destination = Path(folder).absolute()
-    if Path(os.path.realpath(destination)).is_relative_to(os.path.realpath(source)):
-        raise Failure(f"{destination} is inside the source; hint: choose another destination", BAD_CONFIG)
-    if destination.exists():
-        raise Failure(f"{destination} exists; hint: remove it, or choose another destination", CANNOT_WRITE)
-
-
 def make(
     config: ImageOptions,
     tree: Tree,
@@ -216,57 +201,6 @@ def check_bad_samples(config: ImageOptions, tree: Tree, bad: Bad) -> None:
 
 def named(tree: Tree, bad: Bad) -> dict[str, str]:
     return tree.bad | {tree.files[row]: reason for row, reason in bad.items()}
-
-
-@contextmanager
-def explained(destination: Path) -> Iterator[None]:
-    """Turns an OSError or an interruption into a one-line error that says what to do."""
-    again = "run the same command again to continue"
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise Failure(f"{destination}: interrupted; hint: {again}", RESUMABLE) from None
-    except BrokenProcessPool:
-        message = "a worker process was killed, perhaps for lack of memory"
-        raise Failure(f"{message}; hint: {again}, with fewer --workers", RESUMABLE) from None
-    except OSError as error:
-        where = error.filename or destination
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise Failure(f"{where}: {error.strerror}; hint: choose another destination", CANNOT_WRITE) from None
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        hint = f"{'free some space and ' if full else ''}{again}"
-        raise Failure(f"{where}: {error.strerror}; hint: {hint}", IO_ERROR) from None
-
-
-@contextmanager
-def making(destination: Path) -> Iterator[Path]:
-    """The working folder, locked by this process. Its `result` becomes the destination at the end of the block.
-
-    If an error occurs, the folder is kept if it contains work. The system releases the lock of a killed process.
-    """
-    unfinished = destination.with_name(f".{destination.name}.unfinished")
-    with explained(destination), ExitStack() as stack:
-        unfinished.mkdir(parents=True, exist_ok=True)
-        if unfinished.is_symlink():
-            raise Failure(f"{unfinished} is a link; hint: remove it, or choose another destination", CANNOT_WRITE)
-        if unfinished.stat().st_uid != os.geteuid():  # its owner may have put links into it
-            raise Failure(f"{unfinished} belongs to another user; hint: choose another destination", CANNOT_WRITE)
-        try:
-            stack.enter_context(files.locked(unfinished / "lock", wait=False))
-        except BlockingIOError:
-            raise Failure(f"{unfinished}: another process is working there; hint: wait for it", CANNOT_WRITE) from None
-        except OSError as error:
-            if error.errno not in files.UNSUPPORTED:
-                raise
-            print(f"hvdtrain: warning: {unfinished}: cannot lock ({error.strerror})", file=sys.stderr)
-        try:
-            yield unfinished
-            (unfinished / "result").rename(destination)
-            files.sync(destination.parent)
-            (unfinished / "state.json").unlink(missing_ok=True)
-        finally:
-            if not (unfinished / "state.json").exists():
-                shutil.rmtree(unfinished)
 
 
 def resume(config: ImageOptions, tree: Tree, unfinished: Path) -> State:
@@ -352,19 +286,6 @@ def _finish(config: ImagesConfig, tree: Tree, result: Path, bad: Bad) -> dict[st
     return seal(result, {"schema": SCHEMA, **_describe(config, tree, table, bad)}, {name: name for name in FILES})
 
 
-def seal(result: Path, about: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Writes the index: `about`, and size and SHA-256 of the files. `names` maps listed names to actual ones."""
-    index: dict[str, Any] = {**about, "files": {}}
-    for listed, name in names.items():
-        with (result / name).open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            index["files"][listed] = {"bytes": file.tell(), "sha256": digest}
-        files.sync(result / name)
-    write_json(result / "index.json", index)
-    files.sync(result)
-    return index
-
-
 def drop_bad_rows(array: Path, config: ImageOptions, rows: NDArray[np.int64]) -> None:
     """Rewrites the array with only `rows`, in this order; does nothing if no row is bad."""
     head = npy_header(len(rows), config.row_shape, config.dtype)
@@ -398,11 +319,3 @@ def _describe(config: ImagesConfig, tree: Tree, table: NDArray[np.int64], bad: B
         "source": {"folder": config.source, "files": len(tree.files) + len(tree.bad)},
         "bad_samples": [{"file": name, "reason": reason} for name, reason in named(tree, bad).items()],
     }
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Replaces the file atomically."""
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(value, indent=1) + "\n")
-    files.sync(draft)
-    draft.replace(path)

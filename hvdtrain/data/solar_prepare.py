@@ -35,7 +35,7 @@ from hvdtrain import __version__
 from hvdtrain.config.constraints import bounded, problem
 from hvdtrain.config.parser import flag as as_flag
 from hvdtrain.data import SHIPPED
-from hvdtrain.data.images import check_destination, making, seal
+from hvdtrain.data.making import check_destination, making, seal
 from hvdtrain.data.pixels import npy_header
 from hvdtrain.data.solar import SCHEMA, flag
 from hvdtrain.data.tree import report_ignored, visible

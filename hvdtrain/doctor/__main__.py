@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.doctor import checks, host_checks, link_checks
-from hvdtrain.doctor.agent import LOCAL, Agent, Unreachable, ssh_command
 from hvdtrain.doctor.checks import FAIL, OK, WARN, Check
-from hvdtrain.system import exits, net
+from hvdtrain.system import exits, launchers, net
+from hvdtrain.system.agent import LOCAL, Agent, Unreachable, ssh_command
 from hvdtrain.system.arguments import Parser
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.hosts import Slots, from_slurm, parse_hosts, read_hostfile
@@ -57,7 +57,7 @@ def parser() -> Parser:
     which.add_argument("--hostfile", metavar="FILE", type=Path, help="hosts as `a slots=2` lines")
     top.add_argument("--nic", metavar="DEV", help="interface for the job's data, on every host")
     top.add_argument("--run-dir", metavar="DIR", default="results", help="folder for run folders (default: results)")
-    top.add_argument("--quick", action="store_true", help="do not load Horovod, read sensors or measure bandwidth")
+    top.add_argument("--quick", action="store_true", help="do not load Horovod or measure bandwidth")
     top.add_argument("--json", action="store_true", help="one JSON document")
     top.add_argument("--ssh-port", metavar="PORT", type=int, help="like horovodrun's option")
     top.add_argument("--ssh-identity-file", metavar="FILE", help="like horovodrun's option")
@@ -240,7 +240,6 @@ def examine(listed: Sequence[Slots], options: argparse.Namespace, report: Report
     with connected(listed, options, report) as hosts:
         ask_all(hosts, launcher_programs())
         software(hosts)
-        report.add(*checks.traffic_control(hosts.here))
         used = {host: nic_of(host, hosts) for host in hosts.agents}
         for slot in listed or [Slots(hosts.here, 0)]:
             if slot.host in hosts.lost:
@@ -259,7 +258,7 @@ def launcher_programs() -> list[str]:
     """Programs that mpirun starts on each host: Open MPI's daemon, by the path or name that it will use."""
     if shutil.which("mpirun") is None:
         return []
-    known = checks.mpi_version(checks.read_output(["mpirun", "--version"])[1])
+    known = launchers.mpi_version(checks.read_output(["mpirun", "--version"])[1])
     if known is None or known[0] != "Open MPI":
         return []
     newer = known[1].startswith("5")
@@ -268,18 +267,17 @@ def launcher_programs() -> list[str]:
 
 
 def software(hosts: Hosts) -> None:
-    """Check Python, Horovod, MPI and the sensors of this machine."""
+    """Check Python, Horovod and MPI of this machine."""
     here, facts, report, quick = hosts.here, hosts.facts[hosts.here], hosts.report, hosts.options.quick
     built = facts["environment"]["horovod_for"] if facts["environment"] else []
     report.add(*checks.environment(here, facts, hosts.python))
     if built and not quick:
         report.progress(f"loading Horovod for {' and '.join(built)}")
     loaded = {} if quick else checks.load(hosts.python, built)
-    sensors = [] if quick else checks.sensors(here, hosts.python)
     if facts["environment"] and "horovod" in facts["environment"]["packages"]:
-        report.add(*checks.horovod(here, built, loaded, sensors[0].facts["gpus"] if sensors else None))
+        report.add(*checks.horovod(here, built, loaded))
     report.add(*checks.mpi(here, loaded), *checks.wheel_settings(here, facts, os.environ, hosts.several))
-    report.add(*checks.exposed(here, os.environ), *host_checks.tensorflow_server(here, facts), *sensors)
+    report.add(*checks.exposed(here, os.environ), *host_checks.tensorflow_server(here, facts))
 
 
 def nic_of(host: str, hosts: Hosts) -> dict[str, Any] | None:

@@ -1,11 +1,10 @@
-"""Checks of the machine on which the doctor runs: Horovod, MPI, the kernel's traffic control, sensors."""
+"""Checks of the machine on which the doctor runs: Python, Horovod, MPI."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.system import install
+from hvdtrain.system.launchers import mpi_version
 from hvdtrain.system.redaction import is_secret
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -122,8 +122,9 @@ def environment(where: str, facts: Mapping[str, Any], python: str) -> list[Check
     return [Check(name="packages", status=OK, where=where, what=what, facts=data)]
 
 
-def horovod(where: str, built: Sequence[str], loaded: Mapping[str, dict[str, Any]], gpus: int | None) -> list[Check]:
+def horovod(where: str, built: Sequence[str], loaded: Mapping[str, dict[str, Any]]) -> list[Check]:
     """Check that Horovod loads, and with which backends it was built. `built`: frameworks that it has a library for."""
+    gpus = len([*Path("/proc/driver/nvidia/gpus").glob("*")])
     rebuild = "build it against the installed packages: make setup, or hvdtrain build-horovod"
     if not built:
         what = "Horovod has no library for PyTorch or TensorFlow"
@@ -155,22 +156,6 @@ def horovod(where: str, built: Sequence[str], loaded: Mapping[str, dict[str, Any
 
 
 # --- MPI -------------------------------------------------------------------------------------------------------------
-
-FLAVOURS = [
-    ("Open MPI", r"\(Open MPI\) (\d[\w.]*)|OpenRTE\) (\d[\w.]*)"),
-    ("Spectrum MPI", r"IBM Spectrum MPI\) (\d[\w.]*)"),
-    ("Intel MPI", r"Intel\(R\) MPI Library.*?Version (\S+(?: Update \d+)?)"),
-    ("MPICH", r"HYDRA build details:\s+Version:\s+(\S+)"),
-]
-
-
-def mpi_version(text: str) -> tuple[str, str] | None:
-    """(flavour, version) from the output of `mpirun --version`. None for an unknown MPI."""
-    for flavour, pattern in FLAVOURS:
-        match = re.search(pattern, text, re.DOTALL)
-        if match:
-            return flavour, next(group for group in match.groups() if group)
-    return None
 
 
 def library_flavour(path: str) -> str | None:
@@ -262,76 +247,3 @@ def exposed(where: str, variables: Iterable[str]) -> list[Check]:
     )
     fix = "start with launch/horovodrun.sh or launch/mpirun.sh, which drop them, or unset them: env -u NAME horovodrun"
     return [Check(name="secrets", status=WARN, where=where, what=what, fix=fix, facts={"variables": names})]
-
-
-# --- traffic control -------------------------------------------------------------------------------------------------
-
-QDISCS = {"tbf": ["rate", "10mbit", "burst", "32kb", "latency", "50ms"], "netem": ["delay", "1ms"]}
-
-
-def qdisc_in_kernel(tc: str, qdisc: str) -> bool | None:
-    """Whether the kernel has this qdisc. None if that is unknown.
-
-    Tries it in a temporary network namespace, else searches the kernel's lists of modules.
-    """
-    enter = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--net"]
-    words = [tc, "qdisc", "add", "dev", "lo", "root", "handle", "1:", qdisc, *QDISCS[qdisc]]
-    code, text = read_output([*enter, *words])
-    if code == 0:
-        return True
-    if "qdisc kind is unknown" in text:
-        return False
-    if Path(f"/sys/module/sch_{qdisc}").exists():
-        return True
-    of_kernel = Path("/lib/modules", platform.release())
-    listed = [Path("/proc/modules"), *(of_kernel / f"modules.{kind}" for kind in ("builtin", "dep"))]
-    texts = [path.read_text() for path in listed if path.is_file() and os.access(path, os.R_OK)]
-    if any(re.search(rf"\bsch_{qdisc}\b", text) for text in texts):
-        return True
-    return False if len(texts) > 1 else None
-
-
-def traffic_control(where: str) -> list[Check]:
-    """Check that this kernel supports the throttle. The machine's own interfaces are not touched."""
-    tc = shutil.which("tc", path=os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin")
-    if tc is None:
-        fix = "apt-get install iproute2 (only the throttle needs it)"
-        return [Check(name="tc", status=WARN, where=where, what="no tc program", fix=fix)]
-    available = {name: qdisc_in_kernel(tc, name) for name in QDISCS}
-    known = [f"{name} {'yes' if has else 'no'}" for name, has in available.items() if has is not None]
-    if None in available.values():
-        unknown = " and ".join(name for name, has in available.items() if has is None)
-        fix = "run the doctor with sudo (only the throttle needs them)"
-        what = f"traffic control: {', '.join([*known, unknown + ' unknown without root'])}"
-        return [Check(name="tc", status=WARN, where=where, what=what, fix=fix, facts=available)]
-    what = f"traffic control: {', '.join(known)}"
-    if not available["tbf"]:
-        what += "; tools/throttle.sh cannot work"
-        fix = "modprobe sch_tbf, or install a kernel that has it (linux-modules-extra)"
-        return [Check(name="tc", status=WARN, where=where, what=what, fix=fix, facts=available)]
-    if not available["netem"]:
-        what += " (the throttle's --delay and --loss do not work)"
-    return [Check(name="tc", status=OK, where=where, what=what, facts=available)]
-
-
-# --- sensors ---------------------------------------------------------------------------------------------------------
-
-
-def sensors(where: str, python: str) -> list[Check]:
-    """What `hvdtrain monitors` can measure here. `facts["gpus"]` is the number of NVIDIA GPUs.
-
-    The monitors need packages of the environment, so its Python runs them. Empty if they do not run.
-    """
-    code, text = read_output([python, "-P", "-m", "hvdtrain.monitors", "--json", "--seconds", "0.1"])
-    try:
-        document = json.loads(text[text.index("{") :]) if code == 0 else None
-    except ValueError:
-        document = None
-    if document is None:
-        return []
-    measured = [device["device"] for device in document["devices"] if device["source"]]
-    gpus = len(document["resources"]["gpus"])
-    what = (
-        f"power can be measured for {', '.join(measured) or 'no device'}; `hvdtrain monitors` says why not for others"
-    )
-    return [Check(name="sensors", status=OK, where=where, what=what, facts={"measured": measured, "gpus": gpus})]

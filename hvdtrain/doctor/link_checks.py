@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hvdtrain.doctor.agent import Agent, Unreachable
 from hvdtrain.doctor.checks import FAIL, OK, WARN, Check
+from hvdtrain.system.agent import Agent, Unreachable
 from hvdtrain.system.rates import all_reduce_s
 
 PATIENCE_S = 3.0

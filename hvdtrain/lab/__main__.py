@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.lab import enter, lifecycle, throttle, topology, virtual
+from hvdtrain.lab import enter, lifecycle, topology, virtual
 from hvdtrain.lab.throttle import qdisc
 from hvdtrain.lab.throttle.__main__ import main as run_throttle
 from hvdtrain.lab.throttle.request import reachable
-from hvdtrain.system import exits
+from hvdtrain.system import exits, net
 from hvdtrain.system.arguments import Parser
 from hvdtrain.system.commands import as_calling_user, calling_user, run, succeeds
 from hvdtrain.system.exits import Failure
@@ -130,7 +130,7 @@ def status(cluster: topology.Cluster) -> dict[str, Any]:
     for host in cluster.hosts:
         here, netns = virtual.folder(cluster.name) / "hosts" / host.name, cluster.netns(host.name)
         pid = (here / "sshd.pid").read_text().strip() if (here / "sshd.pid").exists() else ""
-        rates = throttle.requested(here / "throttle.json")
+        rates = net.requested_throttle(here / "throttle.json")
         hosts.append(
             {
                 "host": host.name,

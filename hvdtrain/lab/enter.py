@@ -72,4 +72,4 @@ def through_sudo(arguments: Sequence[str], extra: Sequence[str] = ()) -> NoRetur
     os.environ.update({kept: os.environ[name] for kept, name in UNSAFE.items() if name in os.environ})
     names = [name for name in os.environ if passes(name, (*ON_A_HOST, *extra)) and name != "PATH"]
     refusal = "entering a virtual host needs root; hint: run it with sudo (the command still runs as you)"
-    become_root(refusal, "cluster.sh", arguments, f"--preserve-env={','.join(names)}")
+    become_root(refusal, "cluster.sh", "hvdtrain.lab", arguments, f"--preserve-env={','.join(names)}")

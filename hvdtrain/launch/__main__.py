@@ -20,7 +20,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.launch import elastic, launched_by, tuning
+from hvdtrain.launch import agent, elastic, launched_by, tuning
 from hvdtrain.launch.link import address_of, assign, choose_interface, find_hosts, find_rate, network_of
 from hvdtrain.launch.mpi import HYDRA_SSH, MPICH, Mpi, mca
 from hvdtrain.launch.mpi import find as find_mpi
@@ -369,7 +369,7 @@ def start_elastic(plan: Plan, variables: Mapping[str, str], options: argparse.Na
             message = f"{other} and {slot.host} are the same host ({address})"
             raise Failure(f"{message}; hint: give it once, with all its slots", exits.USAGE)
     if options.dry_run:
-        print(elastic.show(places, plan.command, _watched_hostfile(options)))
+        print(agent.show(places, plan.command, _watched_hostfile(options)))
         return exits.OK
     sys.stderr.flush()
     job = elastic.ElasticJob(

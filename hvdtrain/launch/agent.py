@@ -15,11 +15,13 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from hvdtrain.launch.line import CHUNK, JOB, REPORT, TO_AGENT, WATCHED, BrokenLi
 from hvdtrain.system import hosts, net, proc, ssh
 from hvdtrain.system.commands import Command
 from hvdtrain.system.exits import Failure
+from hvdtrain.system.hosts import Slots
 
 FD = "HVDTRAIN_ELASTIC_FD"
 """Variable with the descriptor of a rank's socket to its agent"""
@@ -62,6 +65,13 @@ def on_host(host: str, address: str, words: Command) -> Command:
 def agent_command(host: str, address: str) -> Command:
     """The words that start the agent of a host."""
     return on_host(host, address, [sys.executable, "-I", "-S", "-c", PROGRAM])
+
+
+def show(places: Sequence[tuple[Slots, str]], command: Command, hostfile: Path | None) -> str:
+    """The commands of a dry run. The agents get the ranks' command on standard input."""
+    lines = [shlex.join(agent_command(slots.host, address)) for slots, address in places]
+    lines.append(f"# each starts its ranks of: {shlex.join(command)}")
+    return "\n".join([*lines, *([f"# hosts that are added to {hostfile} join the job"] if hostfile else [])])
 
 
 class Rank:

@@ -13,23 +13,23 @@ ready, rank 0 of the job opens the next view between two steps, and gives them i
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import secrets
 import select
-import shlex
 import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from hvdtrain.launch.agent import BEAT_S, agent_command
+from hvdtrain.launch.agent import BEAT_S
 from hvdtrain.launch.hostfile import HostfileWatch, say
 from hvdtrain.launch.line import BrokenLine
-from hvdtrain.launch.members import RETURN_MAX_S, Host, Members, arrival, blocked, dismiss, slowness
+from hvdtrain.launch.members import RETURN_MAX_S, Gathers, Host, Members, arrival, ask_who_blocks, dismiss
+from hvdtrain.launch.stopping import StopRequests
 from hvdtrain.system import exits
 from hvdtrain.system.commands import Command
 from hvdtrain.system.hosts import Slots
@@ -42,8 +42,8 @@ SLOW_REPORTS = 3
 """Reports in a row after which a host counts as slow"""
 ATTEMPTS = 5
 """Views in a row in which the members could not connect, after which the job ends"""
-LOOK_S, RECENT_S = 1.0, 3.0
-"""Time between two looks for stalls, and the age of the reports that they use"""
+LOOK_S = 1.0
+"""Time between two looks for stalls"""
 LAST_WORDS_S = 4.0
 """Time for the other ranks to end after one of them failed"""
 KEY_BYTES = 32
@@ -70,20 +70,14 @@ class ElasticJob:
         self._slowest, self._returns, self._max_hosts = slowest, returns, max_hosts
         self._addresses = {slots.host: address for slots, address in places}
         self._hostfile = HostfileWatch(hostfile, self._addresses) if hostfile else None
-        self._grace_s, self._members = grace_s, Members(len(places), min_hosts)
-        self._signals: list[signal.Signals] = []
-        self._deadline: float | None = None
-        self._woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
+        self._members = Members(len(places), min_hosts)
+        self._stop = StopRequests(grace_s, [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
         self._code: int | None = None
         self._began: set[int] = set()
         self._joined: set[int] = set()
         self._finished = self._ending = False
-        self._give_up_at = float("inf")
-        self._gathers: dict[tuple[int, int], dict[int, str]] = {}
+        self._give_up_at = math.inf
+        self._gathers = Gathers()
         self._again_at: float | None = None
         self._attempts = 0
         self._next_look = 0.0
@@ -92,13 +86,10 @@ class ElasticJob:
         self._hello = {"job_key": secrets.token_hex(KEY_BYTES), "addresses": self._addresses, "begun": {}}
         names = [slots.host for slots, _ in places for _ in range(slots.slots)]
         view = {"number": 0, "ranks": list(range(size)), "hosts": names, "reason": ""}
-        self._hosts: list[Host] = []
-        first = 0
-        for slots, address in places:
-            ranks = list(range(first, first + slots.slots))
-            first += slots.slots
-            self._hosts.append(Host(slots.host, address, ranks))
-            self._start(self._hosts[-1], view)
+        numbers = iter(range(size))
+        self._hosts = [Host(slots.host, at, [next(numbers) for _ in range(slots.slots)]) for slots, at in places]
+        for host in self._hosts:
+            self._start(host, view)
         self._next_rank = size + 1  # `size` is the number of the records of a rank 0 that comes back
         if self._hostfile:
             self._hostfile.start()
@@ -106,14 +97,6 @@ class ElasticJob:
     def _start(self, host: Host, view: dict[str, Any]) -> None:
         """Start the agent of a host, and its ranks, whose first view is `view`."""
         host.start({**self._job, "host": host.name, "ranks": host.ranks, "hello": {**self._hello, "view": view}})
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        again = number != signal.SIGUSR1 and any(before != signal.SIGUSR1 for before in self._signals)
-        self._signals.append(signal.Signals(number))
-        if number != signal.SIGUSR1 and self._deadline is None:
-            self._deadline = time.monotonic() + self._grace_s
-        if again:
-            self._deadline = 0.0
 
     def wait(self) -> int:
         """Wait until the job has ended. Returns its exit code."""
@@ -124,12 +107,12 @@ class ElasticJob:
                 for host in self._hosts:
                     host.heard_at = max(host.heard_at, now)
             before = now
-            if self._signals and now - asked_at > 5.0:
+            if self._stop.received and now - asked_at > 5.0:
                 if not asked_at:
                     say("stopping: the ranks save a checkpoint (a second SIGTERM or Ctrl-C ends them immediately)")
                 self._send_all({"signal": signal.SIGUSR1})
                 asked_at = now
-            if self._deadline is not None and now > self._deadline:
+            if now > self._stop.deadline:
                 self._end(None)
             if now > self._give_up_at:
                 break
@@ -146,16 +129,16 @@ class ElasticJob:
             return self._code
         if self._finished:
             return exits.OK
-        return 128 + self._signals[0] if self._signals else exits.FAILED
+        return 128 + self._stop.received[0] if self._stop.received else exits.FAILED
 
     # --- what arrives ----------------------------------------------------------------------------------------------
 
     def _receive(self, patience_s: float) -> None:
         sources = {host.line.source: index for index, host in enumerate(self._hosts) if not host.lost}
-        ready = select.select([self._woken, *sources], [], [], patience_s)[0]
+        ready = select.select([self._stop.woken, *sources], [], [], patience_s)[0]
         for source in ready:
-            if source == self._woken:
-                os.read(self._woken, 4096)
+            if source == self._stop.woken:
+                os.read(self._stop.woken, 4096)
                 continue
             index = sources[source]
             host = self._hosts[index]
@@ -208,11 +191,9 @@ class ElasticJob:
                 hosts = [index]
             else:
                 return
-            self._gathers.setdefault(key, {})[rank] = message["data"]
             ranks = [each for index in hosts for each in self._hosts[index].ranks]
-            if self._gathers[key].keys() == {*ranks}:
-                parts = self._gathers.pop(key)
-                self._tell({"of": key[0], "gathered": key[1], "data": [parts[each] for each in ranks]}, hosts)
+            if (parts := self._gathers.give(key, rank, message["data"], ranks)) is not None:
+                self._tell({"of": key[0], "gathered": key[1], "data": parts}, hosts)
         elif "began" in message:
             self._began.add(rank)
             if rank == host.ranks[0]:  # other ranks of a host measure less
@@ -242,7 +223,7 @@ class ElasticJob:
         if code and index not in self._members.present:
             self._lose(index, f"rank {rank} on {host.name} ended with exit code {code}")
             if code in (exits.BAD_CONFIG, exits.BAD_DATA):  # it would end again
-                host.return_at = float("inf")
+                host.return_at = math.inf
         elif code == 0:
             self._finished = True  # rank 0 writes COMPLETE before any rank ends
         elif code < 0 and not self._ending:
@@ -253,8 +234,7 @@ class ElasticJob:
             self._lose(index, reason)
         elif self._code is None and code > 0:
             self._code = code
-            last = time.monotonic() + LAST_WORDS_S
-            self._deadline = last if self._deadline is None else min(self._deadline, last)
+            self._stop.deadline = min(self._stop.deadline, time.monotonic() + LAST_WORDS_S)
 
     # --- members ---------------------------------------------------------------------------------------------------
 
@@ -271,7 +251,7 @@ class ElasticJob:
                 host = self._hosts[index]
                 self._lose(index, f"{arrival([host])}, but the others could not connect to it")
                 if host.new:  # each try interrupts the others
-                    host.return_at = float("inf")
+                    host.return_at = math.inf
                 return
             self._attempts += 1
             if self._attempts > ATTEMPTS:
@@ -284,11 +264,8 @@ class ElasticJob:
         if now < self._next_look or self._ending:
             return
         self._next_look = now + LOOK_S
-        members = {index: self._hosts[index] for index in self._members.present if not self._hosts[index].gone}
-        stalls = {index: host.stall for index, host in members.items() if now - host.looked_at < RECENT_S}
-        for index, host in members.items() if stalls else ():  # they answer
-            host.line.send({"stalls": [stall for other, stall in stalls.items() if other != index and stall]})
-        blocking, reason = blocked(members, stalls)
+        hosts = {index: self._hosts[index] for index in self._members.present if not self._hosts[index].gone}
+        blocking, reason = ask_who_blocks(hosts, now)
         for index in blocking:
             self._lose(index, reason)
         if reason and not blocking:
@@ -299,7 +276,7 @@ class ElasticJob:
         host.line.send({"end": True})
         host.lost = True
         again = self._returns or host.new
-        host.return_at = time.monotonic() + host.wait_s if again else float("inf")
+        host.return_at = time.monotonic() + host.wait_s if again else math.inf
         host.wait_s = min(2 * host.wait_s, RETURN_MAX_S)
         if self._ending or self._finished:
             return
@@ -349,7 +326,7 @@ class ElasticJob:
     def _bring_back(self, now: float) -> None:
         """Start lost and new hosts that answer."""
         for index, host in enumerate(self._hosts):
-            if self._ending or self._finished or self._signals or self._places <= 0:
+            if self._ending or self._finished or self._stop.received or self._places <= 0:
                 return
             if not host.lost or now < host.return_at or (answers := host.answers()) is None:
                 continue
@@ -368,21 +345,19 @@ class ElasticJob:
         number."""
         host, number = self._hosts[index], -1 - index
         host.stop()
-        for key in [key for key in self._gathers if key[0] == number]:
-            del self._gathers[key]
+        self._gathers.keep(lambda view: view != number)
         view = {"number": number, "ranks": host.ranks, "hosts": [host.name] * len(host.ranks), "reason": ""}
         self._start(host, view)
 
     def _heed_pace(self, index: int, rank: int, message: dict[str, Any]) -> None:
         """Put out a host that computes `slowest` times as long as the others do, in SLOW_REPORTS reports in a row."""
         host = self._hosts[index]
-        host.pace_s[rank] = message["pace"]
-        factor = slowness(host, [self._hosts[each] for each in self._members.present if each != index])
+        factor = host.report_pace(rank, message["pace"], [self._hosts[each] for each in self._members.present])
         host.slow = host.slow + 1 if factor > self._slowest else 0
         remaining = len(self._members.present) - 1
         if host.slow >= SLOW_REPORTS * len(host.ranks) and self._members.refusal(remaining) is None:
             self._lose(index, f"host {host.name} takes {factor:.1f} times as long as the others (--slowest)")
-            host.return_at = float("inf")
+            host.return_at = math.inf
 
     def _newcomers(self) -> list[int]:
         """Lost and new hosts whose ranks are all ready to take part."""
@@ -404,7 +379,7 @@ class ElasticJob:
     def _show_view(self, reason: str) -> None:
         """Send the present members to each of them."""
         self._joined, self._again_at = set(), None
-        self._gathers = {key: parts for key, parts in self._gathers.items() if key[0] < 0}
+        self._gathers.keep(lambda view: view < 0)
         ranks = self._ranks()
         names = [self._hosts[index].name for index in self._members.present for _ in self._hosts[index].ranks]
         view = {"number": self._members.number, "ranks": ranks, "hosts": names, "reason": reason}
@@ -433,10 +408,3 @@ class ElasticJob:
             hint = "continue from the last checkpoint with --resume" if self._began else "the lines above may say why"
             say(f"{reason}; ending the job; hint: {hint}")
         self._send_all({"end": True})
-
-
-def show(places: Sequence[tuple[Slots, str]], command: Command, hostfile: Path | None) -> str:
-    """The commands of a dry run. The agents get the ranks' command on standard input."""
-    lines = [shlex.join(agent_command(slots.host, address)) for slots, address in places]
-    lines.append(f"# each starts its ranks of: {shlex.join(command)}")
-    return "\n".join([*lines, *([f"# hosts that are added to {hostfile} join the job"] if hostfile else [])])

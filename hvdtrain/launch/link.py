@@ -10,7 +10,6 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.lab import throttle
 from hvdtrain.launch import tuning
 from hvdtrain.system import exits, hosts, net
 from hvdtrain.system.commands import find, run
@@ -101,7 +100,7 @@ def find_rate(rate: str | None, device: str) -> tuple[int | None, str]:
     """(rate of the link's slower direction in bit/s, its source). None if the rate is unknown."""
     if rate:
         return parse_rate(rate), "--rate"
-    shape = throttle.requested()
+    shape = net.requested_throttle()
     if shape and shape.get("dev") in (device, None):
         rates = [shape[key] for key in ("up_mbit", "down_mbit") if shape.get(key)]
         if rates:

@@ -7,7 +7,7 @@ import dataclasses
 import statistics
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvdtrain.launch import stalls
@@ -19,6 +19,8 @@ START_S = 30.0
 RETURN_S = 5.0
 """Wait before a lost host is started again. It doubles with each loss of that host, up to RETURN_MAX_S"""
 RETURN_MAX_S = 60.0
+RECENT_S = 3.0
+"""Age of the reports of stalls that count"""
 STOPPED_S = 15.0
 """How long a rank may be stopped while others run"""
 
@@ -87,6 +89,14 @@ class Host:
         self.heard_at, self.lost = time.monotonic() + START_S, False
         self.running, self.ready, self.pace_s, self.slow = {*self.ranks}, set(), {}, 0
 
+    def report_pace(self, rank: int, pace_s: float, members: Sequence[Host]) -> float:
+        """Take a rank's report. Returns how many times as long as the median of the other members this host computes in
+        a step; 0 if it is not known."""
+        self.pace_s[rank] = pace_s
+        paces = [max(other.pace_s.values()) for other in members if other.pace_s and other is not self]
+        usual = statistics.median(paces) if paces else 0.0
+        return max(self.pace_s.values()) / usual if usual > 0 else 0.0
+
     def stop(self) -> None:
         """End the connection to its agent at once."""
         if self.process is not None:
@@ -120,6 +130,14 @@ def arrival(hosts: Sequence[Host]) -> str:
     return ", ".join(words) or "a host was ready to take part, and was lost again"
 
 
+def ask_who_blocks(hosts: Mapping[int, Host], now: float) -> tuple[list[int], str]:
+    """Judge the recent reports of the members as `blocked` does, and if there are any, ask each member for its own."""
+    stalls = {index: host.stall for index, host in hosts.items() if now - host.looked_at < RECENT_S}
+    for index, host in hosts.items() if stalls else ():  # they answer
+        host.line.send({"stalls": [stall for other, stall in stalls.items() if other != index and stall]})
+    return blocked(hosts, stalls)
+
+
 def blocked(hosts: Mapping[int, Host], known: Mapping[int, dict[str, Any]]) -> tuple[list[int], str]:
     """Return the hosts for which the others wait, and the reason to put them out, or to end the job if all wait.
 
@@ -136,13 +154,6 @@ def blocked(hosts: Mapping[int, Host], known: Mapping[int, dict[str, Any]]) -> t
     if found is None or not found.reason:
         return [], ""
     return [index for index, stall in known.items() if stall["absent"]], found.reason
-
-
-def slowness(host: Host, others: Sequence[Host]) -> float:
-    """Return how many times as long as the median of the others a host computes in a step; 0 if it is not known."""
-    paces = [max(other.pace_s.values()) for other in others if other.pace_s]
-    usual = statistics.median(paces) if paces else 0.0
-    return max(host.pace_s.values()) / usual if usual > 0 and host.pace_s else 0.0
 
 
 def dismiss(hosts: Sequence[Host], patience_s: float) -> None:
@@ -198,3 +209,22 @@ class Members:
         if number == self.number:
             self._established = len(self.present)
             self.returned.clear()
+
+
+class Gathers:
+    """Values of all ranks of a view, until each rank has sent its own."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[int, int], dict[int, str]] = {}
+
+    def give(self, key: tuple[int, int], rank: int, value: str, ranks: Sequence[int]) -> list[str] | None:
+        """Add the value of a rank to a gather (its view and its number). Returns the values of all `ranks` at last."""
+        self._parts.setdefault(key, {})[rank] = value
+        if self._parts[key].keys() != {*ranks}:
+            return None
+        parts = self._parts.pop(key)
+        return [parts[each] for each in ranks]
+
+    def keep(self, belongs: Callable[[int], bool]) -> None:
+        """Forget the gathers of the other views."""
+        self._parts = {key: parts for key, parts in self._parts.items() if belongs(key[0])}

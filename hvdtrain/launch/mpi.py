@@ -14,12 +14,12 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdtrain.doctor.checks import mpi_version
 from hvdtrain.launch.tuning import Setting
 from hvdtrain.system import exits, hosts
 from hvdtrain.system.commands import Command
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.hosts import Slots
+from hvdtrain.system.launchers import mpi_version
 
 OPEN_MPI, MPICH = "Open MPI", "MPICH"
 PRRTE = {

@@ -23,16 +23,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FrameType
 from typing import NoReturn
 
+from hvdtrain.launch.stopping import StopRequests
 from hvdtrain.system import exits, ssh
 from hvdtrain.system.commands import Command, succeeds
+from hvdtrain.system.launchers import HELPERS, MPIRUN, REMOTE_SHELLS, STARTERS
 from hvdtrain.system.proc import ended, stat, strings, tree
 
-STARTERS = ("mpirun", "orterun", "orterun_wrapper", "mpiexec", "prterun", "mpiexec.hydra")
-"""Process names of mpirun. The wheel's mpirun is a wrapper, and Open MPI 5's becomes prterun."""
-REMOTE_SHELLS = ("ssh", "rsh", "srun", "orted", "prted", "hydra_pmi_proxy")
 ORPHAN_S = 5.0
 """How long mpirun may run after its last rank here has ended, before the launcher checks the other hosts."""
 ANSWER_S = 3.0
@@ -66,7 +64,7 @@ def is_rank(pid: int) -> bool:
 
 def starters(root: int) -> list[int]:
     """The mpirun processes among a process and its descendants."""
-    return [pid for pid in tree(root) if stat(pid).name in STARTERS and not ended(pid)]
+    return [pid for pid in tree(root) if stat(pid).name.startswith(MPIRUN) and not ended(pid)]
 
 
 def ask_to_stop(root: int) -> None:
@@ -116,23 +114,14 @@ class Job:
         lost: Callable[[], str | None] = lambda: None,
         passes_code: bool = True,
     ) -> None:
-        self.grace_s = grace_s
         self.lost = lost
         """Returns a host that does not answer, if there is one."""
         self.passes_code = passes_code
         """Whether the child exits with its ranks' exit code. horovodrun on Gloo always exits with 1 after a failure."""
-        self.signals: list[signal.Signals] = []
-        """Signals that the launcher has received."""
-        self.deadline: float | None = None
-        self.stop_sent_at = 0.0
+        self.stop = StopRequests(grace_s, [signal.SIGTERM])
+        self.stop_sent_at: float | None = None
         self.ranks_seen = False
         self.ranks_gone_since: float | None = None
-        self.woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        """Becomes readable when a signal arrives, including SIGCHLD."""
-        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._on_signal)
         self.keeper, self.line, stderr = start_keeper(grace_s)
         # In its own process group, so that Ctrl-C reaches only this process.
         self.child = subprocess.Popen(
@@ -141,44 +130,36 @@ class Job:
         os.close(stderr)
         os.write(self.line, f"{self.child.pid}\n".encode())
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # SIGUSR1 may be Slurm's warning before SIGTERM. SIGTERM then still gives the full grace period.
-        again = number != signal.SIGUSR1 and any(before != signal.SIGUSR1 for before in self.signals)
-        self.signals.append(signal.Signals(number))
-        if number == signal.SIGTERM and self.deadline is None:
-            self.deadline = time.monotonic() + self.grace_s
-        if again:
-            self.deadline = 0.0
-        elif len(self.signals) == 1:
-            _say("stopping: the ranks save a checkpoint (a second SIGTERM or Ctrl-C ends them immediately)")
-
     def wait(self) -> int:
         """Wait until the job has ended. Returns its exit code."""
         began = time.monotonic()
-        while not self._ended(FIRST_POLL_S if self.signals or time.monotonic() < began + FIRST_S else POLL_S):
-            if self.signals and time.monotonic() - self.stop_sent_at > REPEAT_S:
+        while not self._ended(FIRST_POLL_S if self.stop.received or time.monotonic() < began + FIRST_S else POLL_S):
+            now, stop = time.monotonic(), self.stop
+            if stop.received and (self.stop_sent_at is None or now - self.stop_sent_at > REPEAT_S):
+                if self.stop_sent_at is None:
+                    _say("stopping: the ranks save a checkpoint (a second SIGTERM or Ctrl-C ends them immediately)")
                 ask_to_stop(self.child.pid)
-                self.stop_sent_at = time.monotonic()
-            if self.deadline is not None and time.monotonic() > self.deadline:
-                return self._end_now("ending the ranks without a checkpoint", 128 + self.signals[-1])
+                self.stop_sent_at = now
+            if now > stop.deadline:
+                return self._end_now("ending the ranks without a checkpoint", 128 + stop.received[-1])
             if self._outlived() and (host := self.lost()):
                 message = f"host {host} does not answer, and the ranks here have ended: ending the job"
-                return self._end_now(message, exits.RESUMABLE if self.signals else exits.FAILED)
+                return self._end_now(message, exits.RESUMABLE if self.stop.received else exits.FAILED)
         code = self.child.wait()
         self._dismiss_keeper(b"failed" if code else b"done")
         code = 128 - code if code < 0 else code
-        if self.signals and code == 128 + signal.SIGUSR1:
-            return 128 + self.signals[0]  # the ranks had nothing to save yet
-        if self.signals and code == exits.FAILED and not self.passes_code:
+        if self.stop.received and code == 128 + signal.SIGUSR1:
+            return 128 + self.stop.received[0]  # the ranks had nothing to save yet
+        if self.stop.received and code == exits.FAILED and not self.passes_code:
             return exits.RESUMABLE
-        if not self.signals and code >= 128:  # a rank was killed or mpirun failed; mpirun has printed which
+        if not self.stop.received and code >= 128:  # a rank was killed or mpirun failed; mpirun has printed which
             return exits.FAILED
         return code
 
     def _ended(self, patience_s: float) -> bool:
         """Wait for the child's end, a signal or the timeout. Returns whether the child has ended."""
-        if self.child.poll() is None and select.select([self.woken], [], [], patience_s)[0]:
-            os.read(self.woken, 4096)
+        if self.child.poll() is None and select.select([self.stop.woken], [], [], patience_s)[0]:
+            os.read(self.stop.woken, 4096)
         return self.child.poll() is not None
 
     def _outlived(self) -> bool:
@@ -186,8 +167,8 @@ class Job:
         launchers = starters(self.child.pid)
         if not launchers:
             return False
-        helpers = (*REMOTE_SHELLS, *STARTERS)
-        if any(stat(pid).name not in helpers and not ended(pid) for top in launchers for pid in tree(top)):
+        others = (*STARTERS, *HELPERS, *REMOTE_SHELLS)
+        if any(not stat(pid).name.startswith(others) and not ended(pid) for top in launchers for pid in tree(top)):
             self.ranks_seen, self.ranks_gone_since = True, None
         elif self.ranks_seen and self.ranks_gone_since is None:
             self.ranks_gone_since = time.monotonic()

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.data.images import check_destination
+from hvdtrain.data.making import check_destination
 from hvdtrain.models.layers import Arrays
 from hvdtrain.models.vgg16 import LAYERS, LINEAR, POOL, PREPROCESSING, STAGES, parameters
 from hvdtrain.system import files

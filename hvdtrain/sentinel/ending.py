@@ -12,7 +12,8 @@ import math
 import os
 import signal
 
-from hvdtrain.sentinel.processes import MPIRUN, Process
+from hvdtrain.sentinel.processes import Process
+from hvdtrain.system.launchers import MPIRUN, OPEN_MPI
 from hvdtrain.system.proc import children, stat, tree
 
 TIMES: dict[str, dict[str, float]] = {
@@ -35,7 +36,7 @@ class Ending:
 
     def __init__(self, kind: str, ranks: list[Process], launchers: list[Process]) -> None:
         # Only these would never end. Shells, sshd, Slurm steps and the launch scripts end after them.
-        lasting = [p for p in launchers if p.name.startswith((*MPIRUN, "orted", "prted", "horovodrun"))]
+        lasting = [p for p in launchers if p.name.startswith((*MPIRUN, *OPEN_MPI.helpers, "horovodrun"))]
         mpirun = [p for p in launchers if p.name.startswith(MPIRUN)]
         times = TIMES["lost, no mpirun here" if kind == "lost" and not mpirun else kind]
         horovodrun = [p for p in launchers if p.name.startswith("horovodrun")]

@@ -8,10 +8,10 @@ import signal
 from pathlib import PurePath
 
 from hvdtrain.system import proc
+from hvdtrain.system.launchers import HELPERS, STARTERS
 
-DAEMONS = ("mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", "horovodrun", "srun", "slurmstepd", "sshd")
+DAEMONS = (*STARTERS, *HELPERS, "sshd")
 """Prefixes of the programs that start ranks and end with them, such as orterun_wrapper or sshd-session"""
-MPIRUN = ("mpirun", "mpiexec", "orterun", "prterun")
 SHELLS = ("sh", "bash", "dash")
 HARMLESS = (signal.SIGCHLD, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGWINCH, signal.SIGCONT)
 """Signals that do not ask a process to end. A script may handle them; PyTorch's DataLoader handles SIGCHLD"""

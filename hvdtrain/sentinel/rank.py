@@ -186,9 +186,7 @@ class Sentinel:
 
     def _link(self) -> dict[str, Any]:
         """This host's link for the manifest, with its goodput measured now."""
-        from hvdtrain.lab import throttle  # used once, and on several hosts only
-
-        throttled = throttle.requested()
+        throttled = net.requested_throttle()
         if throttled and self.nic and throttled.get("dev") not in (self.nic, None):
             throttled = None  # of another interface, which this run does not use
         link: dict[str, Any] = {

@@ -66,15 +66,15 @@ def launch(run: Run, flags: Command, folder: Path, *, hosts: Sequence[str], clus
         module = workloads.known()[settings["workload"]]
         program = ["python", "-m", module, *flags, "--run-dir", str(folder), "--json"]
     slots = ",".join(f"{host}:{int(settings['ranks_per_host'])}" for host in hosts)
-    placement = ["-np", str(run.experiment.ranks), "-H", slots]
-    launcher = {
-        "launch/mpirun.sh": [*script("launch/mpirun.sh"), "-H", slots],
-        "launch/horovodrun.sh": [*script("launch/horovodrun.sh"), "-H", slots],
-        "horovodrun": ["horovodrun", *placement],
+    launcher = settings["launcher"].split()
+    if launcher[0] == "none":
+        launcher = []
+    elif launcher[0] in SCRIPTS:
+        launcher = [*script(launcher[0]), "-H", slots]
+    else:
         # By default Gloo gives up a transfer after 30 s. A longer limit does not change the speed.
-        "horovodrun --gloo": ["horovodrun", "--gloo", "--gloo-timeout-seconds", "1800", *placement],
-        "none": [],
-    }[settings["launcher"]]
+        patience = ["--gloo-timeout-seconds", "1800"] if "--gloo" in launcher else []
+        launcher = [*launcher, *patience, "-np", str(run.experiment.ranks), "-H", slots]
     if cluster:
         return [*script("tools/cluster.sh"), "exec", "--name", cluster, hosts[0], "--", *launcher, *program]
     return [*as_caller(), *launcher, *program]

@@ -12,7 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -24,9 +24,17 @@ from hvdtrain.system import exits, files, hosts
 from hvdtrain.system.exits import Failure
 
 Launcher = Literal["launch/mpirun.sh", "launch/horovodrun.sh", "horovodrun", "horovodrun --gloo", "none"]
+LAUNCHERS: dict[Launcher, tuple[str, ...]] = {
+    "launch/mpirun.sh": ("mpirun",),
+    "launch/horovodrun.sh": ("horovodrun", "mpirun"),
+    "horovodrun": ("horovodrun",),
+    "horovodrun --gloo": ("horovodrun",),
+    "none": (),
+}
+"""What starts the ranks of a run, and the programs that it needs"""
+DEFAULT_LAUNCHER = "launch/mpirun.sh"
 SWEEPS = Path(__file__).with_name("sweeps")
 """hvdtrain's own sweeps, which can be given by name"""
-LAUNCHERS: tuple[str, ...] = get_args(Launcher)
 ALL_GPUS = "gpus"
 FLAG = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
@@ -80,7 +88,7 @@ class Settings:
         Count | Literal["gpus"], 'ranks on each host, or "gpus": one per GPU of this machine (default: 1)'
     ]
     rate: Annotated[str, 'rate of every link: 10mbit, 1gbit ... or "unlimited" (default: unlimited on virtual hosts)']
-    launcher: Annotated[Launcher, f"{', '.join(LAUNCHERS)} (default: {LAUNCHERS[0]}); none starts a single process"]
+    launcher: Annotated[Launcher, f"{', '.join(LAUNCHERS)} (default: {DEFAULT_LAUNCHER}); none starts a single process"]
     on: Annotated[
         Literal["machine", "cluster"],
         "machine (this machine) or cluster (the hosts of [cluster], the default if it exists)",

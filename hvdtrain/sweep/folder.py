@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 from hvdtrain import records
 from hvdtrain.sweep.dry_run import MONITORS, DryRun
+from hvdtrain.sweep.file import NEVER_FLAGS
 from hvdtrain.sweep.grid import UNLIMITED, Run
 from hvdtrain.system import exits, files
 from hvdtrain.system.commands import calling_user
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.redaction import without_secret_values
 
-NOT_COMPARED = {"run_dir", "resume", "json", "dry_run", "debug", "monitor"}
 R = TypeVar("R", bound=records.Record)
 LOG = Path("logs") / "launch.log"
 TAIL_LINES = 6
@@ -69,7 +69,7 @@ def mismatch(folder: Path, run: Run, dry_run: DryRun | None) -> str | None:
         monitor_option = key.startswith("monitor_") and key not in run.flags  # set only in energy runs
         new_option = key not in config and key not in run.flags  # did not exist when the run was made
         chosen = key == "strategy" and str(value).startswith("auto") and "chosen" in manifest.exchange
-        exempt = key in NOT_COMPARED or monitor_option or new_option or chosen
+        exempt = key in NEVER_FLAGS or monitor_option or new_option or chosen
         if not exempt and config.get(key) != value:
             return f"{key} is {config.get(key)!r} in the manifest, expected {value!r}"
     if config.get("monitor", "none") != MONITORS[run.kind]:

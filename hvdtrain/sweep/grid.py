@@ -16,7 +16,7 @@ from typing import Any
 
 from hvdtrain.config import workloads
 from hvdtrain.config.parser import PRESETS
-from hvdtrain.sweep.file import ALL_GPUS, LAUNCHERS, SETTINGS, Grid, Sweep, program
+from hvdtrain.sweep.file import ALL_GPUS, DEFAULT_LAUNCHER, SETTINGS, Grid, Sweep, program
 from hvdtrain.system import exits, files
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.rates import parse_rate, show_rate
@@ -156,7 +156,7 @@ def _check_size(sweep: Sweep, grid: Grid, values: dict[str, Any]) -> None:
 def complete(sweep: Sweep, grid: Grid, combination: dict[str, Any], gpus: int | None) -> dict[str, Any]:
     """Adds defaults to a combination and removes settings without effect. Raises Failure (78)."""
     on = "cluster" if sweep.cluster else "machine"
-    values = {"on": on, "hosts": 1, "ranks_per_host": 1, "launcher": LAUNCHERS[0], **combination}
+    values = {"on": on, "hosts": 1, "ranks_per_host": 1, "launcher": DEFAULT_LAUNCHER, **combination}
     _check_size(sweep, grid, values)
     on, hosts, per_host = values["on"], values["hosts"], values["ranks_per_host"]
     if per_host == ALL_GPUS and gpus and gpus > 1:

@@ -11,9 +11,9 @@ import sys
 
 from hvdtrain.launch.link import address_of
 from hvdtrain.sweep import command
-from hvdtrain.sweep.file import ALL_GPUS, ClusterSpec, Sweep
+from hvdtrain.sweep.file import ALL_GPUS, LAUNCHERS, ClusterSpec, Sweep
 from hvdtrain.sweep.grid import Experiment
-from hvdtrain.system import install, net
+from hvdtrain.system import install, net, ssh
 from hvdtrain.system.commands import find, succeeds
 from hvdtrain.system.exits import Failure
 
@@ -22,7 +22,6 @@ COUNT_GPUS = {
     "tensorflow": "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))",
 }
 """Programs that print how many GPUs a framework can use"""
-SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "LogLevel=ERROR", "--"]
 
 
 def installed(framework: str) -> bool:
@@ -77,12 +76,8 @@ def _gpu(experiment: Experiment) -> str | None:
 
 
 def _launcher(experiment: Experiment) -> str | None:
-    launcher = experiment.settings["launcher"]
-    if launcher == "none":
-        return None
     path = command.environment()["PATH"]
-    scripts = {"launch/mpirun.sh": ["mpirun"], "launch/horovodrun.sh": ["horovodrun", "mpirun"]}
-    for program in scripts.get(launcher, launcher.split()[:1]):
+    for program in LAUNCHERS[experiment.settings["launcher"]]:
         if shutil.which(program, path=path) is None:
             return f"no {program} in PATH; hint: {install.package('openmpi')}, or load the MPI module of your cluster"
     return None
@@ -112,6 +107,6 @@ def _can_be_root() -> bool:
 def _reachable(host: str) -> bool:
     """Whether ssh can log in to the host without a prompt; true for this machine."""
     try:
-        return net.is_own(address_of(host)) or succeeds([*SSH, host, "true"])
+        return net.is_own(address_of(host)) or succeeds(ssh.command(host, ["true"]))
     except Failure:
         return False

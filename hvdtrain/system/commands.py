@@ -38,8 +38,6 @@ ROOT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 TIMEOUT_S = 60
 _DENIED = ("operation not permitted", "permission denied")
-_MODULES = {"cluster.sh": "hvdtrain.lab", "throttle.sh": "hvdtrain.lab.throttle"}
-"""Module that each script in tools/ runs."""
 
 
 def find(program: str) -> str:
@@ -146,15 +144,18 @@ def need_root(purpose: str) -> None:
         raise Failure(f"{purpose} needs root; hint: run it with sudo", exits.NO_PERMISSION)
 
 
-def become_root(refusal: str, script: str, arguments: Sequence[str], *options: str, notice: str = "") -> NoReturn:
+def become_root(
+    refusal: str, script: str, module: str, arguments: Sequence[str], *options: str, notice: str = ""
+) -> NoReturn:
     """Replace this process with a script of tools/, run through sudo, after printing the `notice`.
 
-    Raises Failure (77) with the message `refusal` if sudo asks for a password.
+    Without a checkout it is the `module` that the script runs. Raises Failure (77) with the message `refusal` if sudo
+    asks for a password.
     """
     if not succeeds(["sudo", "-n", "true"]):
         raise Failure(refusal, exits.NO_PERMISSION)
     if notice:
         print(notice, file=sys.stderr, flush=True)
     tool = CHECKOUT / "tools" / script
-    words = [str(tool)] if tool.is_file() else [sys.executable, "-I", "-m", _MODULES[script]]
+    words = [str(tool)] if tool.is_file() else [sys.executable, "-I", "-m", module]
     os.execv(find("sudo"), ["sudo", "-n", *options, *words, *arguments])

@@ -6,7 +6,9 @@ import ipaddress
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
+from hvdtrain.system import files
 from hvdtrain.system.commands import run
 
 
@@ -63,3 +65,19 @@ def speed_mbit(device: str) -> int | None:
     except (OSError, ValueError):
         return None
     return speed if speed > 0 else None
+
+
+THROTTLE = Path("/run/hvdtrain/self/throttle.json")
+"""What `tools/throttle.sh` has set on this host; `lab.throttle` writes it"""
+
+
+def requested_throttle(path: Path = THROTTLE) -> dict[str, Any] | None:
+    """The throttle requested for this host, readable by any user. None if it is not throttled.
+
+    `lab.throttle.__main__.document` describes the fields.
+    """
+    try:
+        document = files.from_json(files.read(path, files.SETTINGS_BYTES))
+    except (OSError, ValueError):
+        return None
+    return document if isinstance(document, dict) else None

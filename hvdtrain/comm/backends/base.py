@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from hvdtrain.comm.backends.framework import FrameworkExchange
-from hvdtrain.launch import survive
 
 if TYPE_CHECKING:
     from hvdtrain.comm.world import RankGroup
@@ -236,12 +235,6 @@ class Communicator:
             raise NotImplementedError(f"ranks joined by {self.library} cannot {action}")
 
     # --- the sentinel, and the links between hosts --------------------------------------------------------------------
-
-    def may_die(self) -> None:
-        """Declare that the job continues if this rank dies."""
-        survive.may_die()
-        if self._sentinel:
-            self._sentinel.may_die()
 
     def set_run_folder(self, folder: str, command: str) -> None:
         """Give the sentinel the run folder and the resume command, which it prints when it ends the job."""

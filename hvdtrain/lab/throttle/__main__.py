@@ -262,7 +262,8 @@ def main(arguments: list[str]) -> int:
     if os.geteuid() and not options.dry_run:
         undo = f"throttle.sh clear{f' --dev {options.dev}' if options.dev else ''}"
         notice = f"throttle: sudo makes this root, to change queues; to undo it: {undo}" if action == "throttle" else ""
-        become_root("changing queues needs root; hint: run it with sudo", "throttle.sh", arguments, notice=notice)
+        refusal = "changing queues needs root; hint: run it with sudo"
+        become_root(refusal, "throttle.sh", "hvdtrain.lab.throttle", arguments, notice=notice)
     return {"throttle": throttle, "verify": goodput.verify, "clear": clear, "keep": keep}[action](options)
 
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from hvdtrain.doctor.agent import LOCAL, Agent, Unreachable, ssh_command
 from hvdtrain.lab import virtual
 from hvdtrain.lab.throttle import qdisc
 from hvdtrain.lab.throttle.links import Link
@@ -21,6 +20,7 @@ from hvdtrain.lab.throttle.request import reachable
 from hvdtrain.lab.throttle.watchdog import Store
 from hvdtrain.lab.topology import Cluster
 from hvdtrain.system import exits, files, net
+from hvdtrain.system.agent import LOCAL, Agent, Unreachable, ssh_command
 from hvdtrain.system.commands import Command, as_caller
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.hosts import check_name

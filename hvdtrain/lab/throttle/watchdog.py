@@ -12,7 +12,7 @@ The same process ends a throttle whose time is up (`--for`).
 Two kinds of file in /run/hvdtrain, mode 0644, so that any user may read them:
 
     throttle-state.json    the original queues, the current shapes, the journal
-    throttle.json          the requested rates, one file per host (`throttle.requested` reads it)
+    throttle.json          the requested rates, one file per host (`net.requested_throttle` reads it)
 
 A lock (flock(2)) on the folder allows one change at a time. The kernel releases it when its holder ends.
 """

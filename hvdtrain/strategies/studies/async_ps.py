@@ -74,7 +74,7 @@ class AsyncPS(Strategy):
             return self._server
 
         if not self._servers.serve(settings.servers, elements(shapes), serve):
-            world.may_die()
+            self._servers.may_die()
         self._weights = np.empty(elements(shapes), np.float32)
         self._steps, self._drifted = 0, 0
         self._tail, self._sent = np.zeros(1), 0

@@ -26,6 +26,7 @@ from hvdtrain.comm import world
 from hvdtrain.comm.backends.base import Communicator, Endpoint, Rendezvous
 from hvdtrain.comm.errors import PeerLost
 from hvdtrain.comm.stream import PATIENCE_S, Stream, exchange_ports, listen, open_streams, swap
+from hvdtrain.launch import survive
 from hvdtrain.sentinel.auth import Party
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -153,6 +154,12 @@ class ServerCommunicator(Communicator):
         self._connect(self.gather_bytes, self._servers[1:])  # from then on all ranks may ask
         self._asking = ThreadPoolExecutor(max(1, count), thread_name_prefix="hvdtrain-ask")
         return is_server
+
+    def may_die(self) -> None:
+        """Declare that the job continues if this rank dies."""
+        survive.may_die()
+        if self._sentinel:
+            self._sentinel.may_die()
 
     def ask(self, numbers: np.ndarray, gradients: np.ndarray | None, weights: np.ndarray) -> np.ndarray:
         """Send each server its part of the gradients, if any, and fill in the weights that it answers with.

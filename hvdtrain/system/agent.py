@@ -16,9 +16,8 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
-from hvdtrain.doctor import probe
-from hvdtrain.doctor.probe import MARK
-from hvdtrain.system import cgroup, link_probe, ssh
+from hvdtrain.system import cgroup, link_probe, probe, ssh
+from hvdtrain.system.probe import MARK
 
 LOGIN_S = 20.0
 """Limit for a login. It is generous: a host may be busy, or may look up its users in a directory service."""

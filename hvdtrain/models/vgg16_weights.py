@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import re
 import secrets
@@ -32,6 +33,7 @@ from numpy.typing import NDArray
 from hvdtrain.data.making import check_destination
 from hvdtrain.models.layers import Arrays
 from hvdtrain.models.vgg16 import LAYERS, LINEAR, POOL, PREPROCESSING, STAGES, parameters
+from hvdtrain.records import arrays_file
 from hvdtrain.system import files
 from hvdtrain.system.exits import BAD_DATA, IO_ERROR, Failure
 
@@ -141,15 +143,22 @@ def _safetensors(path: Path) -> Arrays:
 
 
 def _npz(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of an npz file. Raises ValueError, and what zipfile raises."""
+    """The arrays of an npz file. Each must be floats, and its length must match its header, before it is unpacked.
+
+    Raises ValueError, and what zipfile raises.
+    """
     with zipfile.ZipFile(path) as archive:
-        if (size := sum(member.file_size for member in archive.infolist())) > MOST_BYTES:
+        members = archive.infolist()
+        if (size := sum(member.file_size for member in members)) > MOST_BYTES:
             raise ValueError(f"it unpacks to {size / 1e9:.1f} GB, more than VGG16 in float64")
-    try:
-        with np.load(path, allow_pickle=False) as npz:
-            return dict(npz)
-    except MemoryError as error:  # an array's header states another size than it has
-        raise ValueError(error) from None
+        for member in members:
+            with archive.open(member) as file:
+                shape, _, kind = arrays_file.read_npy_head(file)
+                if kind.kind != "f" or file.tell() + math.prod(shape) * kind.itemsize != member.file_size:
+                    array = f"{member.filename!r:.80}, {kind!s:.80} {shape!s:.80},"
+                    raise ValueError(f"{array} does not match its {member.file_size} bytes")
+    with np.load(path, allow_pickle=False) as npz:
+        return dict(npz)
 
 
 # --- 2. convert published names and shapes ----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Reducers with error feedback lose nothing, and `topk` and `onebit` send the bytes that `cost` predicts."""
+"""Reducers with error feedback lose nothing, and `topk` sends the bytes that `cost` predicts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from hvdtrain.strategies.reducers import topk
 from hvdtrain.strategies.reducers.base import Reducer
 from hvdtrain.strategies.reducers.powersgd import PowerSGD
 from hvdtrain.strategies.reducers.topk import Code, TopK, largest
-from hvdtrain.strategies.studies.onebit import OneBit
 
 Kind = tuple[type[Reducer], Any]
 SPARSE: dict[str, Kind] = {
@@ -27,7 +26,6 @@ SPARSE: dict[str, Kind] = {
     "topk 0.01": (TopK, TopK.Settings(density=0.01)),
     "topk 0.3": (TopK, TopK.Settings(density=0.3)),
     "topk 1": (TopK, TopK.Settings(density=1.0)),
-    "onebit": (OneBit, None),
 }
 REDUCERS: dict[str, type[Reducer]] = {name: registry.lookup(name) for name in registry.names(Reducer)}
 KINDS = {
@@ -243,14 +241,3 @@ def test_the_largest_sums_arrive_first() -> None:
     output = Job((TopK, TopK.Settings(density=0.001)), 3, [(3000,)]).round(vectors)
     assert np.flatnonzero(output).tolist() == [123, 1500, 2999]
     np.testing.assert_allclose(output[[123, 1500, 2999]], [3, 4, -8], rtol=0.01)
-
-
-# --- onebit -------------------------------------------------------------------------------------------------------
-
-
-def test_numbers_of_equal_magnitude_are_exact() -> None:
-    rng = np.random.default_rng(0)
-    vectors = np.repeat(rng.choice([-1, 1], (1, elements(SHAPES))), 4, axis=0).astype(np.float32)
-    job = Job(KINDS["onebit"], 4)
-    np.testing.assert_array_equal(job.round(vectors), 4 * vectors[0])
-    assert not job.residual().any()

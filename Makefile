@@ -65,7 +65,7 @@ chaos: setup  ## lose hosts of elastic jobs on virtual hosts, and check what is 
 bench-elastic: setup  ## time to continue after a killed rank: hvdtrain, Horovod Elastic, torchrun (root): BENCH_ARGS='--rounds 1'
 	. .venv/bin/activate && python tools/bench_elastic.py $(BENCH_ARGS)
 
-horovod-suite: setup  ## Horovod's own tests of PyTorch on hvdtrain.torch: SUITE_ARGS='tcp -k join'
+horovod-suite: setup  ## Horovod's own tests of PyTorch on hvdtrain.torch: SUITE_ARGS='--source CHECKOUT'
 	. .venv/bin/activate && python tools/horovod_suite.py $(SUITE_ARGS)
 
 install-matrix:  ## run `make demo` in minimal Debian systems (root, debootstrap; 15 minutes each)

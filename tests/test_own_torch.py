@@ -101,7 +101,10 @@ def test_gradients_return_in_the_memory_order_of_the_parameters() -> None:
     """Fused optimizers rely on it, for example with channels_last kernels."""
     kernel = nn.Parameter(torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last))
     optimizer = torch.optim.SGD([kernel], lr=0.5, fused=True)
-    vectors = Parameters({"kernel": kernel}, lambda: optimizer.step(), ranks=1, divided=True, careful=False)
+    strategy: Any = None  # which nothing is reported to
+    vectors = Parameters(
+        {"kernel": kernel}, lambda: optimizer.step(), strategy, ranks=1, divided=True, careful=False, overlaps=False
+    )
     for _ in range(2):
         kernel.grad = torch.randn_like(kernel)
         expected = kernel.detach() - 0.5 * kernel.grad

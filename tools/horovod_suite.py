@@ -1,11 +1,11 @@
 """Run Horovod's own tests of PyTorch (test/parallel/test_torch.py of Horovod 0.28.1) on hvdtrain.torch.
 
-    python tools/horovod_suite.py                      # on Horovod, on the TCP backend, and without Horovod
-    python tools/horovod_suite.py without -k join      # some tests in one of the three ways
+    python tools/horovod_suite.py --source CHECKOUT                    # on Horovod, on TCP, and without Horovod
+    python tools/horovod_suite.py --source CHECKOUT without -k join    # some tests in one of the three ways
 
-The tests are not part of Horovod's package, so they are cloned from GitHub, or taken from a checkout (--source). The
-only change is the import: `import hvdtrain.torch as hvd`. Prints a line for each way, from rank 0. Exits with 1 if
-fewer tests pass than should, or if the ranks do not end in time.
+The tests are not part of Horovod's package, so a checkout of its version 0.28.1 is needed. The only change is the
+import: `import hvdtrain.torch as hvd`. Prints a line for each way, from rank 0. Exits with 1 if fewer tests pass than
+should, or if the ranks do not end in time.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ways", nargs="*", metavar="WAY", help=f"{', '.join(LEAST)}; all if none is given")
     parser.add_argument("-k", metavar="EXPRESSION", help="only these tests, as for pytest")
-    parser.add_argument("--source", type=Path, help=f"a checkout of Horovod {VERSION}, instead of a clone from GitHub")
+    parser.add_argument("--source", type=Path, required=True, help=f"a checkout of Horovod {VERSION}")
     parser.add_argument("--log", type=Path, help="keep the ranks' output in this folder")
     parser.add_argument("--limit-s", type=float, default=900, help="seconds for each way; default: %(default)s")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
@@ -105,15 +105,13 @@ def main() -> int:
     options = parser.parse_args()
     if options.rank:
         return run_rank(options.rank, options)
+    if not (options.source / "test" / "parallel" / "test_torch.py").exists():
+        parser.error(f"--source {options.source}: no test/parallel/test_torch.py there; hint: git checkout v{VERSION}")
     if unknown := set(options.ways) - LEAST.keys():
         parser.error(f"unknown: {', '.join(unknown)}; choose from {', '.join(LEAST)}")
     with tempfile.TemporaryDirectory(prefix="hvdtrain-suite-") as name:
-        source, folder = options.source, Path(name)
-        if source is None:
-            source = folder / "horovod"
-            url = "https://github.com/horovod/horovod"
-            subprocess.run(["git", "clone", "-q", "--depth=1", f"--branch=v{VERSION}", url, source], check=True)
-        tests = copied(source, folder)
+        folder = Path(name)
+        tests = copied(options.source, folder)
         short = [way for way in options.ways or LEAST if passed(way, tests, folder, options) < LEAST[way]]
     return 1 if short and not options.k else 0
 

@@ -51,7 +51,8 @@ class Command:
     def start(self, *flags: str) -> subprocess.Popen[str]:
         words = [sys.executable, "-m", "hvdtrain.sweep", str(self.file), "--root", str(self.root), *flags]
         variables = environment({"TMPDIR": self.locks})
-        del variables["HVDTRAIN_RECORD"]  # a sweep prints a line about such variables
+        for name in [name for name in variables if name.startswith("HVDTRAIN_")]:  # a sweep prints a line about them
+            del variables[name]
         return subprocess.Popen(
             words,
             cwd=ROOT,

@@ -38,8 +38,8 @@ from hvdtrain.system.exits import Failure  # noqa: E402
 
 NAMES, UNLIMITED = "abcd", "unlimited"
 STRATEGIES = ("hierarchical", "powersgd:rank=4", "local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4")
-WARMUP = 8
-"""Steps that are not counted: a script overlaps from the third step on"""
+WARMUP = 30
+"""Steps that are not counted: a script overlaps from the third step on, and the first 27 try numbers of buckets"""
 MODEL = ["--width", "0.25", "--image-size", "96"]
 BATCH, TRAINING_IMAGES = 32, 1437
 
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
     top.add_argument("--strategy", action="append", help="may be given several times (default: three strategies)")
     top.add_argument("--buckets", type=words, default=[], help="numbers of buckets to compare with, such as 1,2,4")
     top.add_argument("--rounds", type=int, default=3, help="runs of each kind (default: 3)")
-    top.add_argument("--steps", type=int, default=40, help="steps of a run (default: 40)")
+    top.add_argument("--steps", type=int, default=70, help="steps of a run (default: 70)")
     top.add_argument("--cpu-share", default="0.45", help="cores of a host (default: 0.45)")
     top.add_argument("--name", default="scripts", help="name of the virtual cluster (default: scripts)")
     top.add_argument("--out", type=Path, default=ROOT / "results" / "scripts", help="folder of the runs")

@@ -2,9 +2,9 @@
 
     mpirun -np 2 --bind-to none python tools/bare_loop.py torch --epochs 3
 
-Trains on the same batches as `python -m hvdtrain.resnet`. Rank 0 prints one JSON line: images per second over all ranks
-without the first three steps, the median time of a step without its batch, the number of images, the last step's loss
-per image, and peak RSS.
+Trains on the same batches as `python -m hvdtrain.resnet`. Rank 0 prints one JSON line: images per second over all
+ranks and the median time of a step without its batch, both without the first --warmup steps, the number of images, the
+last step's loss per image, and peak RSS.
 """
 
 import argparse

@@ -19,7 +19,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 from bench_network import cluster  # noqa: E402
 
 from hvdtrain import records  # noqa: E402
+from hvdtrain.strategies import parse  # noqa: E402
 from hvdtrain.system import exits  # noqa: E402
 from hvdtrain.system.arguments import Parser  # noqa: E402
 from hvdtrain.system.commands import need_root  # noqa: E402
 from hvdtrain.system.exits import Failure  # noqa: E402
+from hvdtrain.system.rates import parse_rate, show_rate  # noqa: E402
 
 NAMES, UNLIMITED = "abcd", "unlimited"
 STRATEGIES = ("hierarchical", "powersgd:rank=4", "local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4")
@@ -88,17 +90,30 @@ def compared(options: argparse.Namespace, framework: str, rate: str, hosts: int,
     return row
 
 
-def words(text: str) -> list[str]:
-    return text.split(",")
+def chosen_from(*known: str) -> Callable[[str], list[str]]:
+    """The type of an option that takes some of these words."""
+
+    def read(text: str) -> list[str]:
+        if unknown := [word for word in text.split(",") if word not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r}; hint: choose from {', '.join(known)}")
+        return text.split(",")
+
+    return read
+
+
+def rates(text: str) -> list[str]:
+    """`unlimited`, or rates such as 10mbit. Raises Failure (2)."""
+    return [word if word == UNLIMITED else show_rate(parse_rate(word)) for word in text.split(",")]
 
 
 def main(arguments: Sequence[str]) -> int:
     top = Parser(description=__doc__)
-    top.add_argument("--frameworks", type=words, default=["torch", "tensorflow"], help="default: both")
-    top.add_argument("--rates", type=words, default=["10mbit", "100mbit", UNLIMITED], help="rates of the links")
-    top.add_argument("--hosts", type=words, default=["2", "4"], help="numbers of hosts (default: 2,4)")
+    frameworks = ("torch", "tensorflow")
+    top.add_argument("--frameworks", type=chosen_from(*frameworks), default=list(frameworks), help="default: both")
+    top.add_argument("--rates", type=rates, default=["10mbit", "100mbit", UNLIMITED], help="rates of the links")
+    top.add_argument("--hosts", type=chosen_from("2", "3", "4"), default=["2", "4"], help="default: 2,4")
     top.add_argument("--strategy", action="append", help="may be given several times (default: three strategies)")
-    top.add_argument("--buckets", type=words, default=[], help="numbers of buckets to compare with, such as 1,2,4")
+    top.add_argument("--buckets", type=chosen_from("1", "2", "3", "4"), default=[], help="compare with these numbers")
     top.add_argument("--rounds", type=int, default=3, help="runs of each kind (default: 3)")
     top.add_argument("--steps", type=int, default=70, help="steps of a run (default: 70)")
     top.add_argument("--cpu-share", default="0.45", help="cores of a host (default: 0.45)")
@@ -106,6 +121,10 @@ def main(arguments: Sequence[str]) -> int:
     top.add_argument("--out", type=Path, default=ROOT / "results" / "scripts", help="folder of the runs")
     top.add_argument("--json", action="store_true", help="one JSON document instead of the table")
     options = top.parse_args(arguments)
+    if options.rounds < 1 or options.steps <= WARMUP:
+        top.error(f"--rounds must be 1 or more, and --steps more than {WARMUP}")
+    for strategy in options.strategy or ():
+        parse(strategy)
     need_root("the virtual cluster")
     options.out.mkdir(parents=True, exist_ok=True)
     rows = []

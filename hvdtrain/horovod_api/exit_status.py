@@ -1,9 +1,10 @@
 """Finds out in an `atexit` function whether this script ends normally.
 
-- The outermost frame shows whether its last instruction was a return.
-- Python sets `sys.last_value` for an exception that nobody has caught.
-- `sys.exit`, `exit` and `quit` are wrapped, and note their status. A SystemExit from elsewhere leaves no trace of its
-  status: one that a script raises itself, or one from a `sys.exit` that it imported by name. It counts as a failure.
+The outermost frame shows whether its last instruction was a return. Python sets `sys.last_value` for an uncaught
+exception. `sys.exit`, `exit` and `quit` are wrapped, and note their status.
+
+The status of any other SystemExit is unknown, and it counts as a failure: one that the script raises itself, or one
+from a `sys.exit` that it imported by name before.
 """
 
 from __future__ import annotations

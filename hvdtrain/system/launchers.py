@@ -1,4 +1,4 @@
-"""The programs that start ranks: by which variables a rank recognises each, and which processes each has."""
+"""The programs that start ranks: the variables that each sets in a rank, and the names of its processes."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ class Step:
         if self._new is not None:
             self._assign(tf.constant(self._new))
         all_joined = done.totals is not None and bool(done.totals[JOINED] == done.totals[-1])
-        if all_joined and before:  # nobody has used the sum, so a residual must not lose its part of it
+        if all_joined and before:  # no rank has used the sum, so the residual must keep its part of it
             strategy.load(before)
         return all_joined
 

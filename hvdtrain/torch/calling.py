@@ -17,7 +17,7 @@ from hvdtrain.horovod_api.functions import Average
 from hvdtrain.horovod_api.process_sets import global_process_set
 from hvdtrain.torch import collectives
 from hvdtrain.torch.collectives import FRONT
-from hvdtrain.torch.vectors import by_name
+from hvdtrain.torch.vectors import by_name, derived
 
 
 class Calling(torch.optim.Optimizer):
@@ -96,10 +96,7 @@ def DistributedOptimizer(
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor requires op=hvd.Average")
     named = by_name(optimizer, named_parameters)
-    cls: Any = type(type(optimizer).__name__, (Calling, type(optimizer)), {})
-    new: Any = cls.__new__(cls)
-    new.__dict__.update(optimizer.__dict__)
-    new.__dict__.pop("step", None)  # a scheduler may have wrapped it
+    new = derived(optimizer, Calling)
     new._named, new._compression, new._op, new._process_set = named, compression, op, process_set
     new._factor, new._sparse_as_dense = gradient_predivide_factor, sparse_as_dense
     return new

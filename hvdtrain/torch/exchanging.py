@@ -109,7 +109,7 @@ class Exchanging(torch.optim.Optimizer):
         """Exchange, then make the wrapped optimizer's step. Collective."""
         self._losses = evaluated(closure)
         if not self.exchanging or not (self._should_synchronize or self._synchronized or self._local):
-            if self._parameters.exchanges_in_backward:  # the ranks end what they have begun
+            if self._parameters.exchanges_in_backward:  # the others wait for the rest
                 self._parameters.discards = True
                 self._run_exchange()
                 self._parameters.discards = False
@@ -206,7 +206,7 @@ class Exchanging(torch.optim.Optimizer):
             self._run_exchange()
         finally:
             self._parameters.joined = False
-        if self._all_joined and before:  # nobody has used the sum, so a residual must not lose its part of it
+        if self._all_joined and before:  # no rank has used the sum, so the residual must keep its part of it
             self._strategy.load(before)
         return self._all_joined
 

@@ -21,7 +21,7 @@ from hvdtrain.torch.api import Average, Compression, global_process_set
 from hvdtrain.torch.automatic import Measuring
 from hvdtrain.torch.exchanging import Exchanging
 from hvdtrain.torch.recorded import recorded
-from hvdtrain.torch.vectors import by_name, evaluated, step_evaluated
+from hvdtrain.torch.vectors import by_name, derived, evaluated, step_evaluated
 from hvdtrain.training import profiled
 
 
@@ -95,11 +95,7 @@ def DistributedOptimizer(
     named = by_name(optimizer, named_parameters)
     if not named:
         raise ValueError(f"DistributedOptimizer, strategy {exchange}: no parameter requires a gradient")
-    base = Measuring if measures else Exchanging
-    cls: Any = type(type(optimizer).__name__, (base, type(optimizer)), {})
-    new: Exchanging = cls.__new__(cls)
-    new.__dict__.update(optimizer.__dict__)
-    new.__dict__.pop("step", None)  # a scheduler may have wrapped it
+    new: Exchanging = derived(optimizer, Measuring if measures else Exchanging)
     if new.__dict__.pop("_state_of_broadcast", None) is new.state:
         new.state.clear()  # Horovod's broadcast made a step to create this state; it is not part of the training
     new._connect(exchange, named, average=op == Average, sparse_as_dense=sparse_as_dense)

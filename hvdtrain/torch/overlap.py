@@ -88,7 +88,7 @@ class Overlap:
         return alike and not self.changed()
 
     def next_step(self, *, steady: bool, changed: bool) -> None:
-        """The exchange of this step has ended. The arguments are those of all ranks."""
+        """The exchange of this step has ended. `steady`: on all ranks; `changed`: on any rank."""
         self._observed += 1
         if changed or (not steady and self._observed >= MOST_OBSERVED):
             self._allowed = False

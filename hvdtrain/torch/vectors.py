@@ -236,6 +236,15 @@ def by_name(
     return {names[id(parameter)]: parameter for parameter in parameters if parameter.requires_grad}
 
 
+def derived(optimizer: torch.optim.Optimizer, base: type) -> Any:
+    """Return an optimizer of a class that has `base` before the optimizer's own, with the same groups and state."""
+    cls: Any = type(type(optimizer).__name__, (base, type(optimizer)), {})
+    new = cls.__new__(cls)
+    new.__dict__.update(optimizer.__dict__)
+    new.__dict__.pop("step", None)  # a scheduler may have wrapped it
+    return new
+
+
 def unscale(gradients: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
     """Divides gradients by a loss scale."""
     inverse = scale.double().reciprocal().float()

@@ -1,4 +1,4 @@
-"""Check that scripts exchange during backward, and what they do if gradients change afterwards. Each check raises.
+"""Check that scripts exchange during backward, also if their gradients change afterwards. Each check raises.
 
 A script is a generator that yields when the optimizer steps. It runs on real ranks, and once more for all ranks in one
 process, where gradients are averaged at each yield. Each rank has its own loopback address, as on several hosts.
@@ -136,7 +136,7 @@ def distributed(script: Script, strategy: str) -> tuple[np.ndarray, list[bool]]:
 
 
 def skipping() -> None:
-    """A step without exchange discards what was sent."""
+    """A step without exchange discards the gradients that backward has sent."""
     net = model()
     optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=LR), strategy="powersgd:rank=4")
     for step in range(6):

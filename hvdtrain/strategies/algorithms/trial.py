@@ -1,8 +1,7 @@
 """Finds the number of buckets whose steps are shortest, in the first steps of a run.
 
 More buckets hide more of the exchange behind backward, but each costs the latencies and the fixed work of an exchange.
-What pays depends on link, reducer, model and processor: two hosts with powersgd:rank=4 take 1.4 times as long with one
-bucket as with four at 10 Mbit/s, and 1.07 times as long with four as with one on an unlimited link.
+Which number is fastest depends on link, reducer, model and processor: docs/project/decisions.md has measurements.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from hvdtrain.comm.arrays import Array
 from hvdtrain.data import Batch
 from hvdtrain.strategies import Strategy, Vectors
 from hvdtrain.system import exits, install
@@ -72,7 +73,7 @@ class Replica(Vectors, Protocol):
     def load_local(self, state: dict[str, np.ndarray]) -> None:
         """Load some or all arrays of `local_state`."""
 
-    def average(self, decay: float, weights: np.ndarray | None) -> None:
+    def average(self, decay: float, weights: Array | None) -> None:
         """Update the moving average of the weights: average = decay * average + (1 - decay) * weights.
 
         `weights`: as in `set_weights`; None for the replica's own. `load` starts the average at the weights, unless the
@@ -84,6 +85,12 @@ class Replica(Vectors, Protocol):
 
     def synchronize(self) -> None:
         """Wait until the device has finished all work."""
+
+    def now(self) -> Any:
+        """Mark the present point in the device's work, without waiting for it."""
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Return the seconds that the device took from one mark to another. Waits until it has reached the second."""
 
     def profiler(self) -> Profiler:
         """Return the framework's profiler, not yet started."""

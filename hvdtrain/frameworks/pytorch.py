@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from hvdtrain.comm.arrays import Array
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.backends.framework import TorchStep
 from hvdtrain.config.options import TrainConfig
@@ -106,6 +108,7 @@ class TorchReplica:
     def use(self, strategy: Strategy) -> None:
         assert self._flat is not None
         self._local = strategy.capabilities.local_updates
+        self._flat.use(strategy)
         if self._hooks:
             self._hooks.remove()
         buckets = strategy.buckets() if self.one_backward else ()
@@ -152,7 +155,7 @@ class TorchReplica:
         if self._model.training != training:  # setting it in every module takes as long as a small layer
             self._model.train(training)
 
-    def vector(self) -> np.ndarray:
+    def vector(self) -> Array:
         assert self._flat is not None
         return self._flat.memory if self._hooks else self._flat.vector(self._tail)
 
@@ -182,13 +185,13 @@ class TorchReplica:
         norm = torch.nn.utils.get_total_norm(gradients)
         torch._foreach_mul_(gradients, torch.clamp(self._clip_norm / (norm + CLIP_EPSILON), max=1.0))
 
-    def weights(self) -> np.ndarray:
+    def weights(self) -> Array:
         assert self._flat is not None
-        return self._flat.weights.cpu().numpy()
+        return self._flat.as_given(self._flat.weights)
 
-    def set_weights(self, weights: np.ndarray) -> None:
+    def set_weights(self, weights: Array) -> None:
         assert self._flat is not None
-        self._flat.weights.copy_(torch.from_numpy(weights))
+        self._flat.weights.copy_(torch.as_tensor(weights), non_blocking=True)
 
     def waited_s(self) -> float | None:
         return self._step.waited_s()
@@ -247,7 +250,7 @@ class TorchReplica:
             if name in state:
                 buffer.copy_(torch.from_numpy(state[name]))
 
-    def average(self, decay: float, weights: np.ndarray | None) -> None:
+    def average(self, decay: float, weights: Array | None) -> None:
         assert self._average is not None
         self._average.update(decay, weights)
 
@@ -258,6 +261,19 @@ class TorchReplica:
     def synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+    def now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        if self._device.type != "cuda":
+            return float(end - begin)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
 
     def profiler(self) -> Profiler:
         from hvdtrain.frameworks.profile_torch import TorchProfiler

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -317,6 +318,13 @@ class TensorFlowReplica:
         if self.device != "cpu":  # on a CPU, graphs have finished when they return
             with tf.device("GPU:0"):
                 tf.raw_ops.SyncDevice()
+
+    def now(self) -> float:
+        self.synchronize()
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
 
     def profiler(self) -> Profiler:
         from hvdtrain.frameworks.profile_tensorflow import TensorFlowProfiler

@@ -1,4 +1,4 @@
-"""Times each kind of work separately. A span ends when the device has finished its work.
+"""Times each kind of work separately, on the device that does it.
 
 As in MLPerf (and Cruz Varona, 2021), loading and initialisation are not part of the timed run. Training, validation,
 test and checkpoints are timed separately. The first steps of a process are marked as warm-up, because they are slower.
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from hvdtrain import records
 
@@ -21,22 +22,24 @@ WARMUP_STEPS = 3
 
 
 class Clock:
-    """Adds up seconds by label. `sync` blocks until the device has finished all work given to it."""
+    """Adds up seconds by label. A GPU works later than it is told to, so `now` marks a point in the device's work, and
+    `seconds` waits until the device has reached the second of two marks."""
 
-    def __init__(self, sync: Callable[[], None] = lambda: None) -> None:
-        self._sync = sync
-        self._seconds: dict[str, float] = {}
+    def __init__(
+        self, now: Callable[[], Any] = time.perf_counter, seconds: Callable[[Any, Any], float] = lambda a, b: b - a
+    ) -> None:
+        self._now, self._between = now, seconds
+        self._spans: dict[str, list[tuple[Any, Any]]] = {}
 
     @contextmanager
     def span(self, label: str) -> Iterator[None]:
-        start = time.perf_counter()
+        begin = self._now()
         yield
-        self._sync()
-        self._seconds[label] = self._seconds.get(label, 0.0) + time.perf_counter() - start
+        self._spans.setdefault(label, []).append((begin, self._now()))
 
     def take(self, label: str) -> float:
         """Seconds under `label` since the last `take` of it."""
-        return self._seconds.pop(label, 0.0)
+        return sum((self._between(*span) for span in self._spans.pop(label, ())), start=0.0)
 
 
 @dataclasses.dataclass

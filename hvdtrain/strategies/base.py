@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from hvdtrain.comm.arrays import Array
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.world import Backend
 from hvdtrain.config.constraints import Checked
@@ -73,7 +74,7 @@ class Strategy(abc.ABC):
         return True
 
     @property
-    def common_weights(self) -> np.ndarray | None:
+    def common_weights(self) -> Array | None:
         """The weights from which all ranks have trained on their own since, as one float32 vector.
 
         None while the ranks are `in_sync`.
@@ -86,6 +87,12 @@ class Strategy(abc.ABC):
         `states`: the states of all earlier ranks.
         """
         return {}
+
+    @property
+    def takes_tensors(self) -> bool:
+        """Whether vectors may be PyTorch tensors on the replica's device (see `comm.arrays`). Otherwise they are NumPy
+        arrays."""
+        return False
 
     @property
     def _reducer(self) -> Reducer:
@@ -110,12 +117,12 @@ class Strategy(abc.ABC):
         return ()
 
     def on_bucket_ready(  # noqa: B027 (most have no buckets)
-        self, bucket: int, vector: np.ndarray, ready: Callable[[], None] | None = None
+        self, bucket: int, vector: Array, ready: Callable[[], None] | None = None
     ) -> None:
         """Start the exchange of a bucket whose gradients backward has written into the vector.
 
-        If `ready` is given, the gradients are complete when it returns. `step` follows. It exchanges the buckets that
-        were not reported before.
+        If `ready` is given, the gradients are complete for a thread that has called it. `step` follows. It exchanges
+        the buckets that were not reported before.
         """
 
     @abc.abstractmethod

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hvdtrain.comm.arrays import Array, to_host
+
 STOP, CHOOSE = 1.0, 2.0**-30
 """What a rank may request of all ranks: to stop, and to choose the strategy again.
 
@@ -32,10 +34,10 @@ class Exchanged:
     """Further fields of the step's record, by name"""
 
     @classmethod
-    def of(cls, tail: np.ndarray, sent_bytes: int) -> Exchanged:
+    def of(cls, tail: Array, sent_bytes: int) -> Exchanged:
         """Read a tail (see `Vectors.tail`) that was summed over ranks."""
-        totals = tail[:-1].astype(np.float64)
-        requests = float(tail[-1])
+        numbers = to_host(tail).astype(np.float64)
+        totals, requests = numbers[:-1], float(numbers[-1])
         return cls(
             totals=totals,
             stop=requests >= STOP / 2,  # a backend may round
@@ -46,9 +48,12 @@ class Exchanged:
 
 
 class Vectors(Protocol):
-    """A replica as float32 vectors in host memory. Arrays follow each other in the model's order."""
+    """A replica as flat float32 vectors, in which arrays follow each other in the model's order.
 
-    def vector(self) -> np.ndarray:
+    They are NumPy arrays, or tensors on the replica's device if the strategy `takes_tensors`.
+    """
+
+    def vector(self) -> Array:
         """Return the gradients of the last backward pass followed by this rank's `tail`, to be changed in place.
 
         If nothing is exchanged, `tail` avoids copying the gradients.
@@ -69,7 +74,7 @@ class Vectors(Protocol):
         If `vector` was called, the gradients are those that the vector holds now.
         """
 
-    def weights(self) -> np.ndarray:
+    def weights(self) -> Array:
         """Return all trainable weights; this may be the replica's own memory."""
 
-    def set_weights(self, weights: np.ndarray) -> None: ...
+    def set_weights(self, weights: Array) -> None: ...

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from hvdtrain.comm.arrays import to_host
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.world import RankGroup
 from hvdtrain.config.options import TrainConfig
@@ -94,7 +95,10 @@ class Measuring(Exchanging):
             if all(timed for timed, _ in ranks) and any(enough for _, enough in ranks):
                 self._choose(self._chosen())
                 # Different processors may have rounded their updates differently.
-                if self._local and len(set(self._world.gather(zlib.crc32(self._parameters.weights())))) > 1:
+                if (
+                    self._local
+                    and len(set(self._world.gather(zlib.crc32(to_host(self._parameters.weights()).data)))) > 1
+                ):
                     horovod.broadcast_parameters(self._named, root_rank=0)
 
     # --- the choice ---------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdtrain.comm.arrays import to_host
 from hvdtrain.horovod_api import job, ranks
 from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies import Exchange, Strategy, automatic
@@ -250,7 +251,7 @@ class Exchanging(torch.optim.Optimizer):
     def _check_weights(self) -> None:
         """Raise ValueError if the ranks' weights differ. Collective."""
         hint = "call hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
-        job.check_beginning(self._world, zlib.crc32(self._parameters.weights()), hint)
+        job.check_beginning(self._world, zlib.crc32(to_host(self._parameters.weights()).data), hint)
 
     def _exchange_rows(self) -> None:
         """Concatenate all ranks' rows of sparse gradients, as Horovod does."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdtrain.comm.arrays import Array, placed_like, to_host
 from hvdtrain.frameworks.flat_torch import FlatGradients
 from hvdtrain.strategies import Strategy
 from hvdtrain.torch.overlap import Overlap
@@ -56,7 +57,7 @@ class Parameters:
         self._parameters = list(named.values())
         devices = {parameter.device for parameter in self._parameters}
         self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")
-        self._flat = FlatGradients(self._parameters, TAIL, self._device)
+        self._flat = self._new_flat()
         self._spare: FlatGradients | None = None
         """Exchanged in turn with the vector, if gradients are views of the other one while they are sent"""
         self._sparse_dims: dict[int, int] = {}
@@ -73,6 +74,11 @@ class Parameters:
         """Whether this rank has no more steps, and takes part with zeros"""
         self._buckets = strategy.buckets(late_tail=True) if overlaps else ()
         self._overlap = Overlap(self._buckets, self._parameters, self._send) if self._buckets else None
+
+    def _new_flat(self) -> FlatGradients:
+        flat = FlatGradients(self._parameters, TAIL, self._device)
+        flat.use(self._strategy)
+        return flat
 
     def remove_hooks(self) -> None:
         if self._overlap:
@@ -91,14 +97,14 @@ class Parameters:
         if number == 0:
             self._lost = False
             if any(self._is_view(index) for index in range(len(self._parameters))):
-                spare = self._spare or FlatGradients(self._parameters, TAIL, self._device)
+                spare = self._spare or self._new_flat()
                 self._flat, self._spare = spare, self._flat
         begin, end = self._collect(bucket)
         ready = self._flat.piece(begin, end)
         self._strategy.on_bucket_ready(number, self._flat.memory, ready)
 
     @torch.no_grad()
-    def vector(self) -> np.ndarray:
+    def vector(self) -> Array:
         overlap, left = self._overlap, range(len(self._parameters))
         changed = steady = False
         if overlap is not None:
@@ -111,10 +117,11 @@ class Parameters:
         if wait := self._flat.piece(begin, end):
             wait()
         self._requested = True
-        self._flat.memory[self._flat.size :] = 0, steady, changed, 0, 1, self._lost
+        tail = np.array([0, steady, changed, 0, 1, self._lost], np.float32)
         if self.joined:
             self._flat.memory[:] = 0
-            self._flat.memory[self._flat.size :] = 0, 1, 0, 1, 1, 0
+            tail[:] = 0, 1, 0, 1, 1, 0
+        self._flat.memory[self._flat.size :] = placed_like(tail, self._flat.memory)
         return self._flat.memory
 
     def tail(self) -> np.ndarray:
@@ -124,25 +131,26 @@ class Parameters:
         return 1, self._ranks
 
     def apply(self, lr: float) -> None:
+        tail = to_host(self._flat.memory[self._flat.size :]) if self._requested else self.tail()
         if self._requested and self._overlap is not None:
-            _, steady, changed, *_ = self._flat.memory[self._flat.size :]
+            _, steady, changed, *_ = tail
             self._overlap.next_step(steady=bool(steady == self._ranks), changed=bool(changed))
             self.must_repeat = bool(changed) and not self.discards
         if self.must_repeat or self.discards or self.joined:
             self._requested = False
             return
-        self._return_gradients()
+        self._return_gradients(infinite=tail[-1] > 0)
         self._update()
 
     @torch.no_grad()
-    def weights(self) -> np.ndarray:
-        flat = torch.empty(self._flat.size, dtype=torch.float32, device="cpu")
+    def weights(self) -> Array:
+        flat = torch.empty(self._flat.size, dtype=torch.float32, device=self._device)
         torch._foreach_copy_(self._flat.split(flat), self._parameters)
-        return np.asarray(flat.numpy())
+        return self._flat.as_given(flat)
 
     @torch.no_grad()
-    def set_weights(self, weights: np.ndarray) -> None:
-        torch._foreach_copy_(self._parameters, self._flat.split(torch.from_numpy(weights)))
+    def set_weights(self, weights: Array) -> None:
+        torch._foreach_copy_(self._parameters, self._flat.split(torch.as_tensor(weights, device=self._device)))
 
     # --- gradients ----------------------------------------------------------------------------------------------
 
@@ -187,13 +195,16 @@ class Parameters:
         return begin, end
 
     @torch.no_grad()
-    def _return_gradients(self) -> None:
-        """Gives the vector's gradients to the parameters, if the strategy has asked for the vector."""
+    def _return_gradients(self, *, infinite: bool) -> None:
+        """Gives the vector's gradients to the parameters, if the strategy has asked for the vector.
+
+        `infinite`: some rank's gradients were not finite, so all ranks treat the sum as infinite.
+        """
         self._exchanged, self._requested = self._requested, False
         if not self._exchanged:
             return
         self._flat.take_gradients()
-        if self._flat.memory[-1] > 0:  # some rank's gradients were not finite, so all ranks treat the sum as infinite
+        if infinite:
             self._flat.gradients.fill_(torch.inf)
         for index, (parameter, view) in enumerate(zip(self._parameters, self._flat.views, strict=True)):
             if index in self._sparse_dims:

@@ -62,7 +62,7 @@ class Loop:
         self._observers = observers.Observers(
             self._config, state.plan.steps, folder, world=self._world, replica=replica, say=state.say
         )
-        self._clock = Clock(replica.synchronize)
+        self._clock = Clock(replica.now, replica.seconds)
         watched = job.auto and job.profile and (job.ranks.hosts_count > 1 or job.ranks.elastic)
         self._adaptive = Adaptive(job) if watched else None
         self._balance = Balance(state.plan.shares or ()) if self._config.shares == "measured" else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from safetensors.numpy import load
 
+from hvdtrain.comm.arrays import to_host
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.frameworks import Replica
 from hvdtrain.records.arrays_file import pieces
@@ -29,7 +30,7 @@ def taken(replica: Replica, strategy: Strategy) -> tuple[Arrays, Arrays]:
     if common is None:
         shared = replica.state()
     else:
-        drift["drift.weights"] = replica.weights().copy()
+        drift["drift.weights"] = to_host(replica.weights()).copy()
         replica.set_weights(common)
         shared = {name: array.copy() for name, array in replica.state().items()}
         replica.set_weights(drift["drift.weights"])
@@ -45,7 +46,7 @@ def for_newcomers(replica: Replica, strategy: Strategy) -> Arrays:
 
     The optimizer's state is rounded to bfloat16, so that less is sent. Weights are exact.
     """
-    own, common = replica.weights().copy(), strategy.common_weights
+    own, common = to_host(replica.weights()).copy(), strategy.common_weights
     if common is not None:
         replica.set_weights(common)
     state = {

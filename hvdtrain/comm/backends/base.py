@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from hvdtrain.comm.arrays import Array
 from hvdtrain.comm.backends.framework import FrameworkExchange
 
 if TYPE_CHECKING:
@@ -101,9 +102,9 @@ class LeaderGroup:
 class VectorReducer(Protocol):
     """Sums vectors over hosts: see `strategies.reducers.base`."""
 
-    def all_reduce(self, values: np.ndarray, leaders: LeaderGroup) -> None: ...
+    def all_reduce(self, values: Array, leaders: LeaderGroup) -> None: ...
 
-    def add_residual(self, values: np.ndarray) -> None: ...
+    def add_residual(self, values: Array) -> None: ...
 
 
 class Communicator:
@@ -218,7 +219,7 @@ class Communicator:
 
     # --- gradient vectors --------------------------------------------------------------------------------------------
 
-    def reduce(self, vector: np.ndarray, size: int = 0, reducer: VectorReducer | None = None) -> int:
+    def reduce(self, vector: Array, size: int = 0, reducer: VectorReducer | None = None) -> int:
         """Sum a vector over all ranks, in place, and return the payload bytes that this rank sent to other hosts.
 
         Each host's ranks are summed in its leader, the leaders' sums are reduced, and each host gets the result. The

@@ -96,23 +96,23 @@ class SharedMemory:
     def _arrive(self, vector: np.ndarray) -> None:
         """The leader waits for a token from each member."""
         if self._leader is not None:
-            _send_token(self._leader, vector)
+            send_token(self._leader, vector)
         for member in self._members:
-            _wait_for_token(member, vector)
+            wait_for_token(member, vector)
 
     def _release(self, vector: np.ndarray) -> None:
         """Each member waits for a token from the leader."""
         if self._leader is not None:
-            _wait_for_token(self._leader, vector)
+            wait_for_token(self._leader, vector)
         for member in self._members:
-            _send_token(member, vector)
+            send_token(member, vector)
 
 
-def _send_token(target: Stream, vector: np.ndarray) -> None:
+def send_token(target: Stream, vector: np.ndarray) -> None:
     swap(target, np.array([vector.nbytes]), None)
 
 
-def _wait_for_token(source: Stream, vector: np.ndarray) -> None:
+def wait_for_token(source: Stream, vector: np.ndarray) -> None:
     length = int(swap(None, None, source, np.empty(1, np.int64))[0])
     if length != vector.nbytes:
         raise RuntimeError(f"rank {source.rank} sums {length} bytes where {vector.nbytes} were expected")

@@ -19,8 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from hvdtrain.comm.arrays import Array, is_numpy, on_host
 from hvdtrain.comm.backends.base import Communicator, Endpoint, LeaderGroup, Rendezvous, VectorReducer
-from hvdtrain.comm.backends.shared_memory import SHARED_FROM_BYTES, share_memory
+from hvdtrain.comm.backends.shared_gpu import SharedGpu, share_gpu
+from hvdtrain.comm.backends.shared_memory import SHARED_FROM_BYTES, SharedMemory, share_memory
 from hvdtrain.comm.stream import ENDED, MAX_MESSAGE_BYTES, Stream, exchange_ports, listen, open_streams, swap
 from hvdtrain.sentinel import auth
 
@@ -163,6 +165,9 @@ class TcpCommunicator(Communicator):
         """The host of each rank, as an index of `leaders`"""
         self._leaders = TcpLeaderGroup(self._streams) if self._leader is None else None
         self._shared = share_memory(self._leader, self._members)
+        self._gpu: SharedGpu | None = None
+        self._gpu_bytes = 0
+        """The longest vector for which the ranks of this host have tried to share a GPU's memory"""
         self._scratch = np.empty(0, np.float32)
 
     def _disconnect(self) -> None:
@@ -221,8 +226,30 @@ class TcpCommunicator(Communicator):
         """The leaders of all hosts; None if this rank is not a leader."""
         return self._leaders
 
-    def reduce(self, vector: np.ndarray, size: int = 0, reducer: VectorReducer | None = None) -> int:
-        shared = self._shared if vector.nbytes >= SHARED_FROM_BYTES else None
+    def reduce(self, vector: Array, size: int = 0, reducer: VectorReducer | None = None) -> int:
+        shared = self._memory_for(vector)
+        if not is_numpy(vector) and not isinstance(shared, SharedGpu) and (self._leader or self._members):
+            sent = 0
+
+            def in_host_memory(host: np.ndarray) -> None:
+                nonlocal sent
+                sent = self._reduce(host, size, reducer, shared)
+
+            on_host(vector, in_host_memory)
+            return sent
+        return self._reduce(vector, size, reducer, shared)
+
+    def _memory_for(self, vector: Array) -> SharedMemory | SharedGpu | None:
+        """The memory in which this host's ranks sum a vector; None if they send it to their leader. Collective."""
+        if vector.nbytes < SHARED_FROM_BYTES or (self._leader is None and not self._members):
+            return None
+        if self._gpu_bytes < vector.nbytes:
+            self._gpu, self._gpu_bytes = share_gpu(self._leader, self._members, vector), vector.nbytes
+        return self._gpu or self._shared
+
+    def _reduce(
+        self, vector: Array, size: int, reducer: VectorReducer | None, shared: SharedMemory | SharedGpu | None
+    ) -> int:
         leaders = self._leaders
         if leaders is None:
             self.local_sent_bytes += vector.nbytes
@@ -242,8 +269,8 @@ class TcpCommunicator(Communicator):
                 self._scratch = np.empty_like(vector)
             for member in self._members:
                 vector += swap(None, None, member, self._scratch.view(vector.dtype))
-        if vector.size > size:
-            leaders.all_reduce(vector[size:])
+        if len(vector) > size:
+            on_host(vector[size:], leaders.all_reduce)
         if reducer is not None and size:
             if leaders.count > 1:
                 reducer.all_reduce(vector[:size], leaders)

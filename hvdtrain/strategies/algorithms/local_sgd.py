@@ -22,12 +22,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 import numpy as np
+from array_api_compat import array_namespace
 
+from hvdtrain.comm.arrays import Array, empty, finish, handover, moved, placed_like, same_place, to_host, use_own_stream
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.errors import PeerLost
 from hvdtrain.config.constraints import Checked, bounded
@@ -47,9 +49,9 @@ class InFlight(NamedTuple):
 
     due: int
     """The step at whose end it is used"""
-    own: np.ndarray
-    """This rank's change"""
-    change: np.ndarray
+    own: Array
+    """This rank's change; empty without staleness, when nobody asks for it"""
+    change: Array
     """This rank's weighted change followed by totals; after the exchange, the mean over ranks"""
     sent_bytes: Future[int]
     steps: int = 0
@@ -96,14 +98,18 @@ class LocalSGD(Synchronous):
         super().__init__(world, shapes, config, settings, reducer)
         if settings.staleness:  # otherwise a checkpoint waits for the end of the round, and has fewer arrays
             self.capabilities = dataclasses.replace(self.capabilities, saves_anytime=True)
-        self._outer_lr, self._outer_momentum = np.float32(settings.outer_lr), np.float32(settings.outer_momentum)
         self._in_flight: collections.deque[InFlight] = collections.deque()
         self._steps = 0  # of the whole run
         self._interrupted_steps = 0  # 1 while one of the first steps exchanges gradients
         self._drifted, self._samples, self._all_samples = 0, 0, 0  # steps and samples of the current round
         self._tail = np.zeros(1)  # sum of the current round's tails
-        self._began = self._anchor = np.zeros(0, np.float32)
-        self._velocity = np.zeros(self._size if settings.outer_momentum else 0, np.float32)
+        self._began: Array = np.zeros(0, np.float32)
+        self._anchor: Array = self._began
+        self._velocity: Array = np.zeros(self._size if settings.outer_momentum else 0, np.float32)
+        self._placed = False
+        """Whether these arrays are where the replica has its weights"""
+        self._spare: dict[int, list[Array]] = {}
+        """Arrays to be used again, by size"""
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, reducer_cost: ReducerCost) -> Cost:
@@ -116,18 +122,17 @@ class LocalSGD(Synchronous):
         return not self._drifted and not self._in_flight
 
     @property
-    def common_weights(self) -> np.ndarray | None:
+    def common_weights(self) -> Array | None:
         return None if self.in_sync else self._anchor
 
     def buckets(self, *, late_tail: bool = False) -> list[range]:
         return []
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
-        tail, (samples, all_samples) = replica.tail(), replica.share()
-        loss, self._steps = float(tail[0] / samples), self._steps + 1
+        (samples, all_samples), self._steps = replica.share(), self._steps + 1
         if self._steps <= self.settings.start:
             vector, self._interrupted_steps = replica.vector(), 1
-            vector[: self._size] *= np.float32(samples / all_samples)  # was a mean over this rank's samples
+            vector[: self._size] *= samples / all_samples  # was a mean over this rank's samples
             exchanged = self._summed(replica, vector, lr, clock)
             self._interrupted_steps = 0
             if self._steps == self.settings.start:
@@ -135,16 +140,53 @@ class LocalSGD(Synchronous):
             return exchanged
         with clock.span("compute"):
             if self.in_sync:
-                self._began = self._anchor = replica.weights().copy()
-            self._tail = self._tail + tail
+                self._set_anchor(replica.weights())
+            elif not self._placed:
+                self._place(replica.weights())
             replica.apply(lr)
+            tail = replica.tail()
+            self._tail = self._tail + tail
         self._drifted, self._samples = self._drifted + 1, self._samples + samples
         self._all_samples += all_samples
         if self._drifted >= self.settings.every and not self._world.suspended:
             self._send(replica, clock)
-        return self._receive(replica, clock, self._steps, loss)
+        return self._receive(replica, clock, self._steps, float(tail[0] / samples))
+
+    def _place(self, like: Array) -> None:
+        """Keep this object's arrays where the replica has its weights, after `load` or at the beginning."""
+        self._placed = True
+        if same_place(self._anchor, like):
+            return
+        aliased = self._began is self._anchor
+        self._anchor, self._velocity = moved(self._anchor, like), moved(self._velocity, like)
+        self._began = self._anchor if aliased else moved(self._began, like)
+        self._in_flight = collections.deque(
+            each._replace(own=moved(each.own, like), change=moved(each.change, like)) for each in self._in_flight
+        )
+        self._spare.clear()
+
+    def _array(self, size: int) -> Array:
+        """Return an array with arbitrary contents, if possible one that is not used any more."""
+        spare = self._spare.get(size)
+        return spare.pop() if spare else empty(size, self._anchor)
+
+    def _release(self, *unused: Array) -> None:
+        for array in unused:
+            if len(array) and array is not self._anchor:
+                self._spare.setdefault(len(array), []).append(array)
+
+    def _set_anchor(self, weights: Array) -> None:
+        """A round begins, in which all ranks have these weights."""
+        self._place(weights)
+        if len(self._anchor) != len(weights):
+            self._anchor = self._array(self._size)
+        self._anchor[...] = weights
+        self._release(self._began)
+        self._began = self._anchor
 
     def synchronize(self, replica: Vectors, clock: Clock) -> Exchanged:
+        if not self._placed:
+            self._place(replica.weights())
         if self._drifted and not self._world.suspended:
             self._send(replica, clock)
         return self._receive(replica, clock, self._steps + self.settings.staleness, 0.0)
@@ -152,27 +194,40 @@ class LocalSGD(Synchronous):
     def _send(self, replica: Vectors, clock: Clock) -> None:
         """End the round and start the exchange of its change."""
         with clock.span("compute"):
-            weights = replica.weights().copy()
-            own, self._began = weights - self._began, weights
-            change = np.empty(self._size + self._tail.size, np.float32)
-            np.multiply(own, np.float32(self._samples / self._all_samples), out=change[: self._size])
-            change[self._size :] = self._tail
+            weights, xp = replica.weights(), array_namespace(self._anchor)
+            change = self._array(self._size + self._tail.size)
+            own = self._array(self._size) if self.settings.staleness else change[: self._size]
+            xp.subtract(weights, self._began, out=own)
+            xp.multiply(own, self._samples / self._all_samples, out=change[: self._size])
+            if self.settings.staleness:
+                if self._began is self._anchor:
+                    self._began = self._array(self._size)
+                self._began[...] = weights
+            else:
+                own = own[:0]
+            change[self._size :] = placed_like(self._tail.astype(np.float32), change)
         before: dict[str, np.ndarray] = {}
-        sent = self._thread.submit(self._exchange, change, before)
+        sent = self._thread.submit(self._exchange, change, before, handover(change))
         due, round_ = self._steps + self.settings.staleness, (self._drifted, self._samples, self._all_samples)
         self._in_flight.append(InFlight(due, own, change, sent, *round_, self._tail, before))
         self._drifted = self._samples = self._all_samples = 0
         self._tail = np.zeros(1)
 
-    def _exchange(self, change: np.ndarray, before: dict[str, np.ndarray]) -> int:
+    def _exchange(self, change: Array, before: dict[str, np.ndarray], ready: Callable[[], None] | None) -> int:
         """Runs in the background. Returns the payload bytes sent."""
+        use_own_stream(change)
+        if ready:
+            ready()
         if not self._world.elastic:
-            return self._world.reduce(change, self._size, self._reducer)
+            sent = self._world.reduce(change, self._size, self._reducer)
+            finish(change)
+            return sent
         if self._world.suspended:
             raise PeerLost("an earlier exchange was interrupted")
         before |= self._reducer.state() or {"none": np.zeros(0)}
         try:
             sent = self._world.reduce(change, self._size, self._reducer)
+            finish(change)
             self._world.confirm()
         except PeerLost:
             self._world.lost()
@@ -192,16 +247,29 @@ class LocalSGD(Synchronous):
                         raise
                     break  # `settle` decides
             self._in_flight.popleft()
-            tails.append(flight.change[self._size :])
+            tails.append(to_host(flight.change[self._size :]))
             with clock.span("compute"):
                 self._take(flight, replica)
         return self._arrived(tails, sent, loss)
 
     def _take(self, flight: InFlight, replica: Vectors) -> None:
         """Replace this rank's own change by the mean."""
-        self._anchor = self._anchor + self._outer(flight.change[: self._size])
-        began = sum((other.own for other in self._in_flight), start=self._anchor)
-        replica.set_weights(began + (replica.weights() - self._began) if self._drifted else began)
+        self._anchor += self._outer(flight.change[: self._size])
+        began = self._anchor
+        if self._in_flight:
+            began = self._array(self._size)
+            began[...] = self._anchor
+            for other in self._in_flight:
+                began += other.own
+        if self._drifted:  # the weights are `_began` plus the change of the current round
+            weights = self._array(self._size)
+            array_namespace(weights).subtract(replica.weights(), self._began, out=weights)
+            weights += began
+            replica.set_weights(weights)
+            self._release(weights)
+        else:
+            replica.set_weights(began)
+        self._release(self._began, flight.own, flight.change)
         self._began = began
 
     def _arrived(self, tails: Sequence[np.ndarray], sent: int, loss: float) -> Exchanged:
@@ -216,6 +284,8 @@ class LocalSGD(Synchronous):
 
     def settle(self, replica: Vectors, counts: bool) -> Exchanged:
         """The changes that were not exchanged become part of the current round."""
+        if not self._placed:
+            self._place(replica.weights())
         tails, undone, undo = [], list[InFlight](), dict[str, np.ndarray]()
         while self._in_flight:
             flight = self._in_flight.popleft()
@@ -224,7 +294,7 @@ class LocalSGD(Synchronous):
                 raise error
             if error is None or (counts and not undone):
                 counts &= error is None
-                tails.append(flight.change[self._size :])
+                tails.append(to_host(flight.change[self._size :]))
                 self._take(flight, replica)
             else:
                 undone.append(flight)
@@ -232,6 +302,7 @@ class LocalSGD(Synchronous):
         if undone:
             if undo and "none" not in undo:
                 self._reducer.load(undo)
+            self._release(self._began)
             self._began = self._anchor
             self._drifted += sum(flight.steps for flight in undone)
             self._samples += sum(flight.samples for flight in undone)
@@ -241,24 +312,26 @@ class LocalSGD(Synchronous):
     def regroup(self, replica: Vectors, state: dict[str, np.ndarray] | None = None) -> None:
         super().regroup(replica, state)
         if state is not None:
-            self._began = self._anchor = replica.weights().copy()
+            self._set_anchor(replica.weights())
         if self._drifted:  # the lost hosts' samples of this round are lost with their changes
             self._all_samples = sum(self._world.gather(self._samples))
 
-    def _outer(self, mean: np.ndarray) -> np.ndarray:
-        """Return the step that all ranks make for a mean change."""
-        if self._velocity.size:
-            self._velocity *= self._outer_momentum
+    def _outer(self, mean: Array) -> Array:
+        """Return the step that all ranks make for a mean change, which is used up."""
+        if momentum := self.settings.outer_momentum:
+            self._velocity *= momentum
             self._velocity += mean
-            mean = mean + self._outer_momentum * self._velocity
-        return self._outer_lr * mean
+            mean += self._velocity * momentum
+        if self.settings.outer_lr != 1:
+            mean *= self.settings.outer_lr
+        return mean
 
     def state(self, *, newcomer: bool = False) -> dict[str, np.ndarray]:
         due = [
             (flight.due, flight.sent_bytes.result()) for flight in self._in_flight
         ]  # waits until the reducer is idle
         inner = {f"inner.{name}": array for name, array in self._reducer.state().items()}
-        state = {"steps": np.array(self._steps), "velocity": self._velocity.copy(), **inner}
+        state = {"steps": np.array(self._steps), "velocity": to_host(self._velocity).copy(), **inner}
         if newcomer:
             state.pop(f"inner.{self._reducer.residual_key}", None)
             round_ = np.array([self._drifted, 0, self._all_samples])
@@ -266,19 +339,21 @@ class LocalSGD(Synchronous):
         if self.in_sync:
             return state
         state["round"] = np.array([self._drifted, self._samples, self._all_samples])
-        state |= {"began": self._began.copy(), "anchor": self._anchor.copy(), "totals": self._tail.copy()}
+        state |= {"began": to_host(self._began).copy(), "anchor": to_host(self._anchor).copy()}
+        state["totals"] = self._tail.copy()
         state["in_flight"] = np.array(due, np.int64).reshape(-1, 2)
         for age, flight in enumerate(self._in_flight):
-            state |= {f"own.{age}": flight.own.copy(), f"change.{age}": flight.change.copy()}
+            own, change = to_host(flight.own), to_host(flight.change)
+            state |= {f"own.{age}": own.copy(), f"change.{age}": change.copy()}
         return state
 
     def load(self, state: dict[str, np.ndarray]) -> None:
-        if state["velocity"].size != self._velocity.size:
+        if state["velocity"].size != len(self._velocity):
             there = "with" if state["velocity"].size else "without"
             raise Failure(
                 f"checkpoint: it was made {there} outer_momentum; hint: resume with the same settings", exits.BAD_CONFIG
             )
-        self._steps, self._velocity = int(state["steps"]), state["velocity"].copy()
+        self._steps, self._velocity, self._placed = int(state["steps"]), state["velocity"].copy(), False
         self._reducer.load(reducer_state(state))
         self._in_flight.clear()
         self._drifted, self._samples, self._all_samples = (int(n) for n in state.get("round", (0, 0, 0)))
@@ -286,6 +361,8 @@ class LocalSGD(Synchronous):
         self._tail[-1] = 0  # the requests have been handled
         if "began" in state:
             self._began, self._anchor = state["began"].copy(), state["anchor"].copy()
+        else:
+            self._began = self._anchor = np.zeros(0, np.float32)
         for age, (due, sent) in enumerate(state.get("in_flight", ())):
             arrived: Future[int] = Future()
             arrived.set_result(int(sent))

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hvdtrain.comm.arrays import Array, finish, use_own_stream
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.errors import PeerLost
 from hvdtrain.config.options import TrainConfig
@@ -89,6 +90,10 @@ class Synchronous(Strategy):
     def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, reducer_cost: ReducerCost) -> Cost:
         return summed_cost(reducer_cost(buckets(shapes)), layout)
 
+    @property
+    def takes_tensors(self) -> bool:
+        return self._reducer.takes_tensors
+
     def buckets(self, *, late_tail: bool = False) -> list[range]:
         ranges = buckets(self._shapes)
         several_hosts = self._world.hosts_count > 1 or self._world.joining
@@ -113,19 +118,25 @@ class Synchronous(Strategy):
         self._buckets = [Bucket(*each) for each in zip(spans, self._reducer.split(ranges), strict=True)]
         self._complete = [int(numbers[-1]) for numbers in reported]
 
-    def on_bucket_ready(self, bucket: int, vector: np.ndarray, ready: Callable[[], None] | None = None) -> None:
+    def on_bucket_ready(self, bucket: int, vector: Array, ready: Callable[[], None] | None = None) -> None:
         if ready:
             self._copies.append(ready)
         number = len(self._pending)
         # `step`, which follows at once, sums the last one: handing it to the thread would take longer.
         if bucket == self._complete[number] and number < len(self._buckets) - 1:
-            self._pending.append(self._thread.submit(self._sum, number, vector, self._copies))
+            self._pending.append(self._thread.submit(self._in_background, number, vector, self._copies))
             self._copies = []
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         return self._summed(replica, replica.vector(), lr, clock)
 
-    def _summed(self, replica: Vectors, vector: np.ndarray, lr: float, clock: Clock) -> Exchanged:
+    def _in_background(self, number: int, vector: Array, copies: Sequence[Callable[[], None]]) -> int:
+        use_own_stream(vector)
+        sent = self._sum(number, vector, copies)
+        finish(vector)
+        return sent
+
+    def _summed(self, replica: Vectors, vector: Array, lr: float, clock: Clock) -> Exchanged:
         with clock.span("communication"):
             sent = sum(future.result() for future in self._pending)
             for bucket in range(len(self._pending), len(self._buckets)):
@@ -152,7 +163,7 @@ class Synchronous(Strategy):
             self._divide(count)
             self._load_arrays(arrays)
 
-    def _sum(self, number: int, vector: np.ndarray, copies: Sequence[Callable[[], None]] = ()) -> int:
+    def _sum(self, number: int, vector: Array, copies: Sequence[Callable[[], None]] = ()) -> int:
         """Sum a bucket over all ranks and return the payload bytes sent. The first one may include the tail."""
         for wait_for_copy in copies:
             wait_for_copy()
@@ -160,7 +171,7 @@ class Synchronous(Strategy):
         piece = vector[span] if number or self._late_tail else vector[span.start :]
         return self._reduced(reducer, piece, span.stop - span.start)
 
-    def _reduced(self, reducer: Reducer | None, vector: np.ndarray, size: int) -> int:
+    def _reduced(self, reducer: Reducer | None, vector: Array, size: int) -> int:
         """`Communicator.reduce`, which `abandon` can undo. Raises PeerLost."""
         if self._interrupted or self._world.suspended:
             raise PeerLost("an earlier exchange was interrupted")

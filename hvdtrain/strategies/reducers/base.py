@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from hvdtrain.comm.arrays import Array, placed_like
 from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.config.constraints import Checked
 from hvdtrain.strategies.cost import Cost, Shape
@@ -25,6 +26,8 @@ class Reducer(abc.ABC):
     """Dataclass of the settings that follow the colon"""
     residual_key: ClassVar[str] = ""
     """Name of the residual in `state`, in which NaN or infinity would persist; empty if there is none"""
+    takes_tensors: ClassVar[bool] = False
+    """Whether `all_reduce` also takes a PyTorch tensor on any device (see `comm.arrays`)"""
     supports_buckets: ClassVar[bool] = False
     """Whether the vector may be divided into buckets with a reducer each.
 
@@ -56,16 +59,16 @@ class Reducer(abc.ABC):
         return [cls.cost([shapes[index] for index in bucket], hosts, settings) for bucket in buckets]
 
     @abc.abstractmethod
-    def all_reduce(self, values: np.ndarray, leaders: LeaderGroup) -> None:
+    def all_reduce(self, values: Array, leaders: LeaderGroup) -> None:
         """Replace a flat float32 vector by its sum over two or more hosts, or by an approximation.
 
         All hosts get the same bits.
         """
 
-    def add_residual(self, values: np.ndarray) -> None:
+    def add_residual(self, values: Array) -> None:
         """Do the work of `all_reduce` on a single host: add the residual from before a resume."""
         if self._residual_pending:
-            values += self.state()[self.residual_key]
+            values += placed_like(self.state()[self.residual_key], values)
             self.drop_residual()
 
     def drop_residual(self) -> None:

@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from array_api_compat import array_namespace
 
+from hvdtrain.comm.arrays import Array, empty, is_numpy, placed_like, same_place, to_host
 from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.strategies.cost import Cost, Shape, elements, two_phases
 from hvdtrain.strategies.reducers.base import Reducer
@@ -28,46 +30,50 @@ BLOCK = 1 << 15
 class BF16(Reducer):
     """Sends the upper half of each float32."""
 
-    supports_buckets = True
-    _messages = np.zeros((0, 0), np.uint16)
+    takes_tensors = supports_buckets = True
+    _messages: Array = np.zeros((0, 0), np.uint16)
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], hosts: int, settings: Any = None) -> Cost:
         numbers = elements(shapes)
         return Cost(phases=two_phases(numbers, hosts, 2 * -(-numbers // hosts), "bf16"))
 
-    def all_reduce(self, values: np.ndarray, leaders: LeaderGroup) -> None:
-        if not values.size:
+    def all_reduce(self, values: Array, leaders: LeaderGroup) -> None:
+        if not len(values):
             return
-        size = -(-values.size // leaders.count)
+        size = -(-len(values) // leaders.count)
         parts = [values[host * size : (host + 1) * size] for host in range(leaders.count)]
-        if self._messages.shape != (leaders.count, size):
-            self._messages = np.zeros((leaders.count, size), np.uint16)  # the last parts may be shorter
+        if self._messages.shape != (leaders.count, size) or not same_place(self._messages, values):
+            self._messages = empty((leaders.count, size), values, "uint16")
         messages = self._messages
         own = parts[leaders.index]
 
         def encoded(host: int) -> np.ndarray:
             encode(parts[host], messages[host])
-            return messages[host]
+            return to_host(messages[host])
 
         for _, received in leaders.all_to_all_streamed(encoded, even=True):
-            decode(received.view(np.uint16), own, add=True)
+            decode(placed_like(received, values), own, add=True)
         for host, received in leaders.all_gather_streamed(encoded(leaders.index)):
-            decode(received.view(np.uint16), parts[host])
+            decode(placed_like(received, values), parts[host])
 
 
-def encode(values: np.ndarray, message: np.ndarray) -> None:
+def encode(values: Array, message: Array) -> None:
     """Write float32 numbers into a uint16 message of at least their size."""
-    for begin in range(0, values.size, BLOCK):
-        piece = values[begin : begin + BLOCK]
-        message[begin : begin + piece.size] = to_bf16(piece)
+    at_once = BLOCK if is_numpy(values) else len(values)
+    for begin in range(0, len(values), at_once):
+        piece = values[begin : begin + at_once]
+        message[begin : begin + len(piece)] = to_bf16(piece)
+    message[len(values) :] = 0
 
 
-def decode(message: np.ndarray, values: np.ndarray, add: bool = False) -> None:
-    """Copy the float32 numbers of a message into `values`, or add them."""
-    for begin in range(0, values.size, BLOCK):
-        piece = values[begin : begin + BLOCK]
-        numbers = from_bf16(message[begin : begin + piece.size])
+def decode(message: Array, values: Array, add: bool = False) -> None:
+    """Copy the float32 numbers of a message of bytes into `values`, or add them."""
+    at_once = BLOCK if is_numpy(values) else len(values)
+    halves = message.view(array_namespace(message).uint16)
+    for begin in range(0, len(values), at_once):
+        piece = values[begin : begin + at_once]
+        numbers = from_bf16(halves[begin : begin + len(piece)])
         if add:
             piece += numbers
         else:

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from hvdtrain.comm.arrays import Array, on_host
 from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.strategies.cost import Cost, Shape, all_reduce, elements
 from hvdtrain.strategies.reducers.base import Reducer
@@ -21,11 +20,11 @@ from hvdtrain.strategies.reducers.base import Reducer
 class Hierarchical(Reducer):
     """The exact sum."""
 
-    supports_buckets = True
+    takes_tensors = supports_buckets = True
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], hosts: int, settings: Any = None) -> Cost:
         return Cost(phases=all_reduce(elements(shapes), hosts), exact=True)
 
-    def all_reduce(self, values: np.ndarray, leaders: LeaderGroup) -> None:
-        leaders.all_reduce(values)
+    def all_reduce(self, values: Array, leaders: LeaderGroup) -> None:
+        on_host(values, leaders.all_reduce)

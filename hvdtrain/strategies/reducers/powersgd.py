@@ -39,7 +39,9 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from array_api_compat import array_namespace
 
+from hvdtrain.comm.arrays import Array, empty, is_numpy, moved, placed_like, same_place, to_host
 from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.config.constraints import Checked, bounded
 from hvdtrain.strategies.cost import Cost, Phase, Shape, elements
@@ -62,11 +64,11 @@ class Matrix(NamedTuple):
     """
 
     cut: Cut
-    m: np.ndarray
-    term: np.ndarray
-    p: np.ndarray
-    q: np.ndarray
-    own_q: np.ndarray
+    m: Array
+    term: Array
+    p: Array
+    q: Array
+    own_q: Array
 
 
 class PowerSGD(Reducer):
@@ -80,7 +82,7 @@ class PowerSGD(Reducer):
         """Bits of each number sent; with 8 or 4, rounding errors are added to the next vector"""
 
     residual_key = "error"
-    supports_buckets = True
+    takes_tensors = supports_buckets = True
 
     def __init__(self, shapes: Sequence[Shape], settings: Any = None, among: Sequence[Shape] | None = None) -> None:
         """`among`: the shapes of the whole model, if `shapes` is a bucket of it. The matrices then have the same ranks
@@ -89,11 +91,14 @@ class PowerSGD(Reducer):
         self._bits = self.settings.bits
         cuts, whole = plan(self.shapes, self.settings.rank, among)
         first, second = payload(cuts, whole)
+        self._first: Array
+        self._second: Array
+        self._own_q: Array
         self._first, self._second, self._own_q = (np.zeros(n, np.float32) for n in (first, second, second))
         """All P and the arrays sent whole; all Q; this host's part of all Q"""
-        self._error = np.zeros(elements(self.shapes), np.float32)
+        self._error: Array = np.zeros(elements(self.shapes), np.float32)
         self._matrices = self._views(cuts)
-        self._whole = np.concatenate([np.arange(0), *(np.arange(span.start, span.stop) for span in whole)])
+        self._whole: Array = np.concatenate([np.arange(0), *(np.arange(span.start, span.stop) for span in whole)])
         self._dense = slice(first - self._whole.size, first)
         self._columns = arranged([matrix.p.shape for matrix in self._matrices])
         self._sides = np.array([max(cut.rows, cut.columns) for cut in cuts for _ in range(cut.rank)], int)
@@ -105,7 +110,7 @@ class PowerSGD(Reducer):
         return [type(self)([self.shapes[i] for i in bucket], self.settings, among=self.shapes) for bucket in buckets]
 
     def _views(self, cuts: Sequence[Cut]) -> list[Matrix]:
-        scratch = np.empty(max((cut.rows * cut.columns for cut in cuts), default=0), np.float32)
+        scratch = empty(max((cut.rows * cut.columns for cut in cuts), default=0), self._error)
         matrices, first, second = [], 0, 0
         for cut in cuts:
             short, long = sorted((cut.rows, cut.columns))
@@ -144,7 +149,8 @@ class PowerSGD(Reducer):
         return costs
 
     @np.errstate(invalid="ignore", over="ignore")  # NaN in, NaN out: the training loop then stops and reports it
-    def all_reduce(self, values: np.ndarray, leaders: LeaderGroup) -> None:
+    def all_reduce(self, values: Array, leaders: LeaderGroup) -> None:
+        self._move(values)
         self._error += values
         self._multiply()
         included = quantized_sum(self._first, leaders, self._bits)
@@ -152,27 +158,41 @@ class PowerSGD(Reducer):
         self._error[self._whole] -= included[self._dense]
         if not self._matrices:
             return
-        dependent = orthonormalise(self._first, self._columns)
+        factors = self._first[: self._dense.start]
+        dependent = orthonormalise(host := to_host(factors), self._columns)  # as NumPy rounds on every host
+        factors[:] = placed_like(host, factors)
+        xp = array_namespace(values)
         for matrix in self._matrices:
-            np.matmul(matrix.p, matrix.m, out=matrix.q)
+            xp.matmul(matrix.p, matrix.m, out=matrix.q)
         self._own_q[:] = quantized_sum(self._second, leaders, self._bits)
         for matrix in self._matrices:
             unpack(matrix, values[matrix.cut.span])
         for number, column in dependent:  # their Q is 0 and would stay 0
-            self._matrices[number].q[column] = random_q(self._matrices[number])[column]
+            matrix = self._matrices[number]
+            matrix.q[column] = placed_like(random_q(matrix)[column], values)
+
+    def _move(self, like: Array) -> None:
+        """Keep all arrays where the vector is."""
+        if same_place(self._error, like):
+            return
+        self._first, self._second, self._own_q, self._error, self._whole = (
+            moved(each, like) for each in (self._first, self._second, self._own_q, self._error, self._whole)
+        )
+        self._matrices = self._views([matrix.cut for matrix in self._matrices])
 
     def _multiply(self) -> None:
         """Compute this host's part of the first sum."""
+        xp = array_namespace(self._second)
         if self._matrices:
-            largest = np.maximum.reduceat(np.abs(self._second), np.cumsum(self._sides) - self._sides)
+            largest = np.maximum.reduceat(np.abs(to_host(self._second)), np.cumsum(self._sides) - self._sides)
             largest[largest == 0] = 1
-            self._second /= np.repeat(largest, self._sides)
+            self._second /= placed_like(np.repeat(largest, self._sides), self._second)
         for matrix in self._matrices:
-            np.matmul(matrix.q, matrix.m.T, out=matrix.p)
+            xp.matmul(matrix.q, matrix.m.T, out=matrix.p)
         self._first[self._dense] = self._error[self._whole]
 
     def state(self) -> dict[str, np.ndarray]:
-        return {"error": self._error.copy(), "q": self._second.copy()}
+        return {"error": to_host(self._error).copy(), "q": to_host(self._second).copy()}
 
     def load(self, state: dict[str, np.ndarray]) -> None:
         """Raises Failure (78) for the state of another model or of another rank setting."""
@@ -184,50 +204,54 @@ class PowerSGD(Reducer):
                     "resume with the settings and the model of the checkpoint",
                     exits.BAD_CONFIG,
                 )
-            own[:] = state[name]
+            own[:] = placed_like(state[name], own)
 
 
 def random_q(matrix: Matrix) -> np.ndarray:
     """Draw a uniform Q. Without a logarithm the bits are the same on every machine."""
-    return np.random.default_rng((SEED, matrix.cut.number)).random(matrix.q.shape, np.float32) - np.float32(0.5)
+    shape = tuple(matrix.q.shape)
+    return np.random.default_rng((SEED, matrix.cut.number)).random(shape, np.float32) - np.float32(0.5)
 
 
-def unpack(matrix: Matrix, out: np.ndarray) -> None:
+def unpack(matrix: Matrix, out: Array) -> None:
     """Write the sum into its span of the vector, and subtract from M this host's part of the sum.
 
     The sum is not computed by matmul, because matmul's last bits depend on the processor and hosts may differ.
     """
     cut, m, term, p, q, own_q = matrix
-    if cut.rank == 1:  # matmul is slow for it
+    if not is_numpy(m):  # matmul may round to TF32
+        for number in range(cut.rank):
+            m.addcmul_(p[number, :, None], own_q[number], value=-1)
+    elif cut.rank == 1:  # matmul is slow for it
         m -= np.multiply(p[0, :, None], own_q[0], out=term)
     else:
         m -= np.matmul(p.T, own_q, out=term)
     whole = out.reshape(cut.rows, cut.columns)
-    product(p, q, out=whole if cut.rows <= cut.columns else whole.T)
+    product(p, q, whole if cut.rows <= cut.columns else whole.T, term)
 
 
-def product(p: np.ndarray, q: np.ndarray, out: np.ndarray) -> None:
+def product(p: Array, q: Array, out: Array, term: Array) -> None:
     """Compute p^T q for shapes (rank, rows) and (rank, columns), with the same bits on all machines.
 
-    The terms are rounded and added one by one, if there are at least two rows and two columns.
+    The terms are rounded and added one by one, if there are at least two rows and two columns. `term`: scratch.
     """
-    if einsum_rounds():  # three times as fast
+    if is_numpy(p) and einsum_rounds():  # three times as fast
         np.einsum("ij,ik->jk", p, q, out=out)
     else:
-        add_terms(p, q, out)
+        add_terms(p, q, out, term)
 
 
-def add_terms(p: np.ndarray, q: np.ndarray, out: np.ndarray) -> None:
+def add_terms(p: Array, q: Array, out: Array, term: Array) -> None:
     out[:] = 0
-    for row, column in zip(p, q, strict=True):
-        out += np.multiply(row[:, None], column)
+    for number in range(len(p)):
+        out += array_namespace(p).multiply(p[number, :, None], q[number], out=term)
 
 
 @functools.cache
 def einsum_rounds() -> bool:
     """Whether einsum rounds each term before adding it. It does not where it is built with fused multiply-add."""
     p, q = np.random.default_rng(SEED).random((2, 12, 65), np.float32)
-    slow, fast = np.empty((2, 65, 65), np.float32)
-    add_terms(p, q, slow)
+    slow, fast, term = np.empty((3, 65, 65), np.float32)
+    add_terms(p, q, slow, term)
     np.einsum("ij,ik->jk", p, q, out=fast)
     return np.array_equal(slow, fast)

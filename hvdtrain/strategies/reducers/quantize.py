@@ -24,7 +24,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from array_api_compat import array_namespace
 
+from hvdtrain.comm.arrays import Array, empty, is_numpy, moved, on_host, placed_like, to_host
 from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.strategies.cost import Cost, Phase, Shape, all_reduce, elements, two_phases
 from hvdtrain.strategies.reducers.base import Reducer
@@ -33,37 +35,40 @@ LENGTH = 64
 """Numbers in a block"""
 AT_ONCE = 512
 """Blocks converted at a time, so that intermediate arrays stay in the processor's cache"""
-TINY = np.float32(1.5e-36)
+TINY = 1.5e-36
 """1/127 of this is still a normal float32"""
 
 
-def quantized_sum(values: np.ndarray, leaders: LeaderGroup, bits: int) -> np.ndarray:
+def quantized_sum(values: Array, leaders: LeaderGroup, bits: int) -> Array:
     """Replace flat float32 `values` by their rounded sum over hosts, with the same bits on all; 32 bits: not rounded.
 
     Returns the part of this host's numbers that the sum includes.
     """
-    if bits == 32 or not values.size:
-        own = values.copy()
-        leaders.all_reduce(values)
+    xp, size = array_namespace(values), len(values)
+    if bits == 32 or not size:
+        own = xp.asarray(values, copy=True)
+        on_host(values, leaders.all_reduce)
         return own
-    index, blocks = leaders.index, blocks_per_owner(values.size, leaders.count)
-    parts = np.zeros((leaders.count, blocks, LENGTH), np.float32)
-    parts.reshape(-1)[: values.size] = values
-    included, others = np.empty_like(parts), np.zeros_like(parts[index])
+    index, blocks = leaders.index, blocks_per_owner(size, leaders.count)
+    parts = empty((leaders.count, blocks, LENGTH), values)
+    padded = xp.reshape(parts, (-1,))
+    padded[:size] = values
+    padded[size:] = 0
+    included, others = xp.empty_like(parts), xp.zeros_like(parts[index])
 
     def encoded(host: int) -> np.ndarray:
         message = encode(parts[host], bits)
         decode(message, included[host], bits)
-        return message
+        return to_host(message)
 
     for _, received in leaders.all_to_all_streamed(encoded, even=True):
-        decode(received, others, bits, add=True)
+        decode(placed_like(received, values), others, bits, add=True)
     parts[index] += others
-    for host, received in leaders.all_gather_streamed(encode(parts[index], bits)):
-        decode(received, parts[host], bits)
-    np.subtract(parts[index], others, out=included[index])
-    values[:] = parts.reshape(-1)[: values.size]
-    return included.reshape(-1)[: values.size]
+    for host, received in leaders.all_gather_streamed(to_host(encode(parts[index], bits))):
+        decode(placed_like(received, values), parts[host], bits)
+    xp.subtract(parts[index], others, out=included[index])
+    values[:] = padded[:size]
+    return xp.reshape(included, (-1,))[:size]
 
 
 def sum_phases(numbers: int, hosts: int, bits: int) -> tuple[Phase, ...]:
@@ -80,68 +85,76 @@ def blocks_per_owner(numbers: int, hosts: int) -> int:
 
 
 @np.errstate(invalid="ignore")  # NaN is not an integer; the block's scale is NaN
-def encode(blocks: np.ndarray, bits: int) -> np.ndarray:
+def encode(blocks: Array, bits: int) -> Array:
     """Encode (n, LENGTH) float32 numbers as n scales followed by n x LENGTH integers, in one message of bytes."""
-    top, size = np.float32(2 ** (bits - 1) - 1), LENGTH * bits // 8
-    message = np.empty(len(blocks) * (4 + size), np.uint8)
+    xp, size = array_namespace(blocks), LENGTH * bits // 8
+    message = empty(len(blocks) * (4 + size), blocks, "uint8")
     scales, numbers = message_parts(message, len(blocks))
-    for begin in range(0, len(blocks), AT_ONCE):
-        some = blocks[begin : begin + AT_ONCE]
-        largest = np.abs(some).max(axis=1)
+    at_once = AT_ONCE if is_numpy(blocks) else len(blocks)
+    for begin in range(0, len(blocks), at_once):
+        some = blocks[begin : begin + at_once]
+        largest = xp.max(xp.abs(some), axis=1)
         largest[largest < TINY] = 0
-        scales[begin : begin + AT_ONCE] = largest / top
-        scaled = some * np.divide(top, largest, out=np.zeros_like(largest), where=largest != 0)[:, None]
-        integers = np.rint(scaled, out=scaled).astype(np.int8)
+        top = xp.full_like(largest, 2 ** (bits - 1) - 1)  # a GPU would multiply by the reciprocal of one number
+        scales[begin : begin + at_once] = largest / top
+        largest[largest == 0] = xp.inf
+        scaled = some * (top / largest)[:, None]
+        integers = xp.astype(xp.round(scaled, out=scaled), xp.int8)
         if bits == 4:
             integers = integers[:, ::2] & 15 | integers[:, 1::2] << 4
-        numbers[begin : begin + AT_ONCE] = integers
+        numbers[begin : begin + at_once] = integers
     return message
 
 
 @np.errstate(invalid="ignore", over="ignore")
-def decode(message: np.ndarray, into: np.ndarray, bits: int, add: bool = False) -> None:
-    """Decode a message into (n, LENGTH) float32 numbers, or add it to them."""
+def decode(message: Array, into: Array, bits: int, add: bool = False) -> None:
+    """Decode a message into (n, LENGTH) float32 numbers, or add it to them. Terms are rounded before they are added."""
+    xp = array_namespace(into)
     scales, numbers = message_parts(message, len(into))
-    for begin in range(0, len(into), AT_ONCE):
-        integers, some = numbers[begin : begin + AT_ONCE], into[begin : begin + AT_ONCE]
+    at_once = AT_ONCE if is_numpy(into) else len(into)
+    for begin in range(0, len(into), at_once):
+        integers, some = numbers[begin : begin + at_once], into[begin : begin + at_once]
         if bits == 4:
-            integers = np.stack([integers << 4 >> 4, integers >> 4], axis=2).reshape(some.shape)
+            integers = xp.reshape(xp.stack([integers << 4 >> 4, integers >> 4], axis=2), some.shape)
         if add:
-            some += integers * scales[begin : begin + AT_ONCE, None]
+            some += integers * scales[begin : begin + at_once, None]
         else:
-            np.multiply(integers, scales[begin : begin + AT_ONCE, None], out=some)
+            xp.multiply(integers, scales[begin : begin + at_once, None], out=some)
 
 
-def message_parts(message: np.ndarray, blocks: int) -> tuple[np.ndarray, np.ndarray]:
+def message_parts(message: Array, blocks: int) -> tuple[Array, Array]:
     """Return views of a message: n float32 scales, and integers as int8 of shape (n, bytes of a block)."""
-    return message[: 4 * blocks].view(np.float32), message[4 * blocks :].view(np.int8).reshape(blocks, -1)
+    xp = array_namespace(message)
+    return message[: 4 * blocks].view(xp.float32), message[4 * blocks :].view(xp.int8).reshape(blocks, -1)
 
 
 class Int8(Reducer):
     """All numbers in 8 bits, a quarter of the bytes; rounding errors are added to the next vector."""
 
     residual_key = "error"
-    supports_buckets = True
+    takes_tensors = supports_buckets = True
     bits = 8
 
     def __init__(self, shapes: Sequence[Shape], settings: Any = None) -> None:
         super().__init__(shapes, settings)
-        self._error = np.zeros(elements(shapes), np.float32)
+        self._error: Array = np.zeros(elements(shapes), np.float32)
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], hosts: int, settings: Any = None) -> Cost:
         return Cost(phases=sum_phases(elements(shapes), hosts, cls.bits))
 
-    def all_reduce(self, values: np.ndarray, leaders: LeaderGroup) -> None:
+    def all_reduce(self, values: Array, leaders: LeaderGroup) -> None:
+        self._error = moved(self._error, values)
         values += self._error
         self._error[:] = values
         self._error -= quantized_sum(values, leaders, self.bits)
 
     def state(self) -> dict[str, np.ndarray]:
-        return {"error": self._error.copy()}
+        return {"error": to_host(self._error).copy()}
 
     def load(self, state: dict[str, np.ndarray]) -> None:
         super().load(state)
+        self._error = np.zeros(elements(self.shapes), np.float32)
         self._error[:] = state["error"]
 
 

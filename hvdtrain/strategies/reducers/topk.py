@@ -30,7 +30,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from array_api_compat import array_namespace
 
+from hvdtrain.comm.arrays import Array, is_numpy, placed_like, same_place, to_host
 from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.config.constraints import Checked, bounded
 from hvdtrain.strategies.cost import Cost, Shape, elements, two_phases
@@ -54,11 +56,12 @@ class TopK(Reducer):
         """Fraction of the numbers that is sent"""
 
     residual_key = "errors"
+    takes_tensors = True
 
     def __init__(self, shapes: Sequence[Shape], settings: Any = None) -> None:
         super().__init__(shapes, settings)
         self._size = elements(shapes)
-        self._errors = np.zeros(self._size, np.float32)
+        self._errors: Array = np.zeros(self._size, np.float32)
         """Padded to equal parts once the number of hosts is known"""
 
     @classmethod
@@ -67,52 +70,55 @@ class TopK(Reducer):
         return Cost(phases=two_phases(numbers, hosts, Code.of(numbers, hosts, density).message_bytes, "sparse bf16"))
 
     @np.errstate(invalid="ignore")
-    def all_reduce(self, values: np.ndarray, leaders: LeaderGroup) -> None:
-        if not values.size:
+    def all_reduce(self, values: Array, leaders: LeaderGroup) -> None:
+        if not len(values):
             return
-        code = Code.of(values.size, leaders.count, self.settings.density)
-        if self._errors.size != code.size * leaders.count:
-            self._errors = np.concatenate(
-                [self._errors[: self._size], np.zeros(code.size * leaders.count - self._size, np.float32)]
-            )
+        code = Code.of(len(values), leaders.count, self.settings.density)
+        if len(self._errors) != code.size * leaders.count or not same_place(self._errors, values):
+            padding = np.zeros(code.size * leaders.count - self._size, np.float32)
+            errors = np.concatenate([to_host(self._errors)[: self._size], padding])
+            self._errors = placed_like(errors, values)
         self._errors[: self._size] += values
         parts = self._errors.reshape(leaders.count, code.size)
         own = parts[leaders.index]
         for _, message in leaders.all_to_all_streamed(lambda host: extract(parts[host], code), even=True):
-            positions, numbers = code.decode(message)
+            positions, numbers = (placed_like(each, values) for each in code.decode(message))
             own[positions] += numbers
         values[:] = 0
         for host, message in leaders.all_gather_streamed(extract(own, code)):
             positions, numbers = code.decode(message)
             part = values[host * code.size : (host + 1) * code.size]
-            inside = positions < part.size
-            part[positions[inside]] = numbers[inside]
+            inside = positions < len(part)
+            part[placed_like(positions[inside], values)] = placed_like(numbers[inside], values)
 
     def state(self) -> dict[str, np.ndarray]:
-        return {"errors": self._errors[: self._size].copy()}
+        return {"errors": to_host(self._errors[: self._size]).copy()}
 
     def load(self, state: dict[str, np.ndarray]) -> None:
         super().load(state)
         self._errors = state["errors"].copy()
 
 
-def extract(part: np.ndarray, code: Code) -> np.ndarray:
+def extract(part: Array, code: Code) -> np.ndarray:
     """Return the message with the largest numbers of a part, and leave only their rounding errors in the part."""
+    xp = array_namespace(part)
     positions = largest(part, code.count)
     numbers = part[positions]
     halves = to_bf16(numbers)
     part[positions] = rest = numbers - from_bf16(halves)
-    if not np.isfinite(rest).all():  # NaN and infinity count as largest: they have been sent and must not be kept
-        part[~np.isfinite(part)] = 0
-    return code.encode(positions, halves)
+    if not xp.isfinite(rest).all():  # NaN and infinity count as largest: they have been sent and must not be kept
+        part[~xp.isfinite(part)] = 0
+    return code.encode(to_host(positions), to_host(halves))
 
 
-def largest(values: np.ndarray, count: int) -> np.ndarray:
+def largest(values: Array, count: int) -> Array:
     """Return the positions of the `count` largest |values|, in ascending order; NaN counts as largest.
 
-    A threshold estimated from evenly spaced numbers nearly always leaves a few more candidates than needed. If it
-    leaves fewer, all numbers are candidates.
+    In NumPy, a threshold estimated from evenly spaced numbers nearly always leaves a few more candidates than needed.
+    If it leaves fewer, all numbers are candidates.
     """
+    if not is_numpy(values):
+        return values.abs().topk(count, sorted=False).indices.sort().values
     sample = np.abs(values[:: max(1, values.size // SAMPLE)])
     expected = sample.size * count / values.size
     target = math.ceil(expected + 4 * math.sqrt(expected) + 4)

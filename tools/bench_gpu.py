@@ -1,0 +1,92 @@
+"""Compare two ranks that share one GPU with one rank alone: samples per second over all ranks.
+
+    python tools/bench_gpu.py
+
+Trains ResNet-34 at full width (21.3 M parameters) on digits of 80x80, 64 samples per rank, bf16, under torchrun. The
+ranks are on one host, and as root then on two hosts of their own (UTS namespaces, loopback), which encode and decode.
+`--source DIR` runs another checkout in turn with this one. `make gpu-check` runs this after the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STRATEGIES = ("int8", "powersgd:rank=4", "local-sgd:every=8", "local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4")
+TRAIN = ["-m", "hvdtrain.resnet", "--json", "--evaluate-samples", "64", "--checkpoint-epochs", "0"]
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node"]
+LIMIT_S = 120
+
+
+def samples_per_s(source: Path, hosts: int, ranks: int, options: list[str]) -> float | str:
+    """Train, and return samples per second without evaluations, or the end of what the ranks said if they failed."""
+    port = str(29500 + os.getpid() % 500)
+    commands = []
+    for host in range(hosts):
+        nodes = ["--nnodes", str(hosts), "--node-rank", str(host), "--master-addr", "127.0.0.1", "--master-port", port]
+        commands.append([sys.executable, *TORCHRUN, str(ranks // hosts), *nodes, "--no-python", sys.executable])
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "hosts").write_text("127.0.0.1 localhost gpu-0 gpu-1\n")
+        if hosts > 1:
+            enter = 'hostname gpu-$0 && mount --bind $1/hosts /etc/hosts && shift && exec "$@"'
+            inside = ["unshare", "--uts", "--mount", "--", "sh", "-c", enter]
+            commands = [[*inside, str(host), folder, *command] for host, command in enumerate(commands)]
+        if ranks == 1:
+            commands = [[sys.executable]]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])}
+        processes = [
+            subprocess.Popen(
+                [*command, *TRAIN, *options, "--run-dir", f"{folder}/run"],
+                env=environment,
+                cwd=source,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            for command in commands
+        ]
+        said = ["", ""]
+        for process in processes:
+            try:
+                said = [*process.communicate(timeout=LIMIT_S)] if process is processes[0] else said
+                process.wait(LIMIT_S)
+            except subprocess.TimeoutExpired:
+                for each in processes:
+                    each.kill()
+                return f"more than {LIMIT_S} s"
+        if any(process.returncode for process in processes):
+            return "\n".join(line for line in said[1].splitlines() if "hvdtrain" in line or "Error" in line)[-900:]
+    return float(json.loads(said[0])["samples_per_s"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="gpu", choices=("gpu", "cpu"), help="cpu: a small model, to try this out")
+    parser.add_argument("--epochs", default="4")
+    parser.add_argument("--source", type=Path, help="another checkout")
+    parser.add_argument("--hosts", default="1,2", help="default: 1,2")
+    options = parser.parse_args()
+    model = ["--image-size", "80", "--batch-size", "64", "--precision", "bf16", "--epochs", options.epochs]
+    if options.device == "cpu":
+        model = ["--width", "0.0625", "--epoch-samples", "256", "--epochs", "1"]
+    flags = ["--device", options.device, *model]
+    sources = {"this": ROOT} | ({"other": options.source.resolve()} if options.source else {})
+    alone = samples_per_s(ROOT, 1, 1, flags)
+    print(f"one rank alone: {alone} samples/s", flush=True)
+    for strategy in STRATEGIES:
+        for hosts in map(int, options.hosts.split(",")):
+            for name, source in sources.items():
+                got = samples_per_s(source, hosts, 2, [*flags, "--strategy", strategy])
+                share = f"{got / alone:.2f}" if isinstance(got, float) and isinstance(alone, float) else ""
+                print(f"{strategy}  {hosts} hosts  {name}: {got} samples/s  {share}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

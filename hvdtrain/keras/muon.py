@@ -39,7 +39,7 @@ class Muon(keras.optimizers.Optimizer):
         if rest not in ("sgd", "adamw"):
             raise ValueError(f"rest {rest!r} is unknown; hint: sgd, adamw")
         super().__init__(learning_rate, weight_decay=weight_decay, **named)
-        self._own = {"momentum": momentum, "rest": rest, "rest_scale": rest_scale}
+        self._own: dict[str, Any] = {"momentum": momentum, "rest": rest, "rest_scale": rest_scale}
         self._own |= {"betas": list(betas), "eps": eps, "exclude": list(exclude)}
 
     def build(self, variables: Sequence[Any]) -> None:

@@ -45,7 +45,7 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of two hosts with all options, and Muon, in FRAMEWORK/STRATEGY, and ResNet's runs, killed and resumed, in -cut.
+    """Runs of two hosts with all options in FRAMEWORK/STRATEGY, and ResNet's, with Muon, killed and resumed, in -cut.
 
     Those on tables have no augmentation, and a checkpoint after every step. Their names begin with table-.
     """

@@ -6,7 +6,7 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all lint bench bench-network bench-backends bench-strategies bench-plan bench-stages \
-	bench-scripts bench-elastic chaos horovod-suite install-matrix gpu-check docs clean
+	bench-scripts chaos horovod-suite install-matrix gpu-check docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -63,9 +63,6 @@ bench-stages: setup  ## pipeline stages, data parallelism and torch's pipelining
 
 chaos: setup  ## lose hosts of elastic jobs on virtual hosts, and check what is left (root): CHAOS_ARGS='--faults 20 --seed 1'
 	. .venv/bin/activate && python tools/chaos.py $(CHAOS_ARGS)
-
-bench-elastic: setup  ## time to continue after a killed rank: hvdtrain, Horovod Elastic, torchrun (root): BENCH_ARGS='--rounds 1'
-	. .venv/bin/activate && python tools/bench_elastic.py $(BENCH_ARGS)
 
 horovod-suite: setup  ## Horovod's own tests of PyTorch on hvdtrain.torch: SUITE_ARGS='--source CHECKOUT'
 	. .venv/bin/activate && python tools/horovod_suite.py $(SUITE_ARGS)

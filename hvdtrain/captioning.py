@@ -70,7 +70,7 @@ class CaptioningConfig(CaptioningData, options.TrainConfig, options.Classificati
     """Dropout of image features and word embeddings"""
     beam: int = bounded(3, least=1)
     """Beam width; captions are also written greedily"""
-    optimizer: Literal["sgd", "adam"] = "adam"
+    optimizer: options.Optimizer = "adam"
     lr: float = bounded(2e-3, above=0)
     epochs: int = bounded(8, least=1)
 

@@ -16,7 +16,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from hvdtrain import models
 from hvdtrain.comm import lifecycle
@@ -59,7 +59,7 @@ class SolarConfig(SolarData, options.TrainConfig):
     horovodrun uses --net for itself, so set HVDTRAIN_NET there."""
     hidden: str | None = None
     """Hidden layers instead of --net: 100,50,25"""
-    optimizer: Literal["sgd", "adam"] = "adam"
+    optimizer: options.Optimizer = "adam"
     lr: float = bounded(1e-3, above=0)
     epochs: int = bounded(6, least=1)
     batch_size: int | None = bounded(None, least=1)

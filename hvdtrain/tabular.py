@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Literal
 
 from hvdtrain import models
 from hvdtrain.comm import lifecycle
@@ -50,7 +49,7 @@ class TabularConfig(TabularData, options.TrainConfig, options.Classification):
 
     layers: str = "30,10"
     """Units of each hidden layer, separated by commas"""
-    optimizer: Literal["sgd", "adam"] = "adam"
+    optimizer: options.Optimizer = "adam"
     lr: float = bounded(5e-3, above=0)
 
     @property

@@ -98,7 +98,7 @@ def test_steps_of_fit_and_of_a_tape_in_a_graph_are_recorded(strategy: str) -> No
 def test_checkpoints_batch_normalisation_and_schedules_equal_one_process() -> None:
     fits = script("")["fits"]
     assert_equal_weights(fits, dict.fromkeys(("resumed", "rank 0 resumed", "late change"), "alone"))
-    assert_equal_weights(fits, {"adam": "alone, adam", "norm": "alone, norm"})
+    assert_equal_weights(fits, {"adam": "alone, adam", "muon": "alone, muon", "norm": "alone, norm"})
     assert fits["resumed"]["kinds"] == [True, "SGD", "keras.src.optimizers.sgd"]  # the saved model is Keras' own
     warmup = [0.2 / 2 * ((step + 1) / 8 + 1) for step in range(8)]
     np.testing.assert_allclose(fits["rates"]["rates"], [*warmup, *[0.2] * 4, *[0.02] * 4], rtol=1e-6)

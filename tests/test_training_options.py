@@ -31,7 +31,7 @@ LOCAL = "local-sgd:every=2,staleness=1+powersgd"
 CALM = ["--image-size", "8", "--width", "0.125", "--global-batch-size", "192", "--lr", "0.005", "--epochs", "2"]
 SHARED = ["--clip-norm", "1", "--ema", "0.5", "--label-smoothing", "0.1"]
 RESNET = [*CALM, *SHARED, "--augment", "flip,crop", "--checkpoint-steps", "3", "--keep-checkpoints", "9"]
-RESNET += ["--check-replicas", "1"]
+RESNET += ["--check-replicas", "1", "--optimizer", "muon"]
 CUT = 9
 """Step of the checkpoint from which the runs resume, in the middle of a round of LOCAL"""
 # Without BatchNorm any number of ranks trains alike.
@@ -45,7 +45,7 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of two hosts with all options in FRAMEWORK/STRATEGY, and ResNet's runs, killed and resumed, in -cut.
+    """Runs of two hosts with all options in FRAMEWORK/STRATEGY, and ResNet's, with Muon, killed and resumed, in -cut.
 
     Those on tables have no augmentation, and a checkpoint after every step. Their names begin with table-.
     """

@@ -43,6 +43,8 @@ class BatchPlan:
         done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
         if self.schedule == "cosine":
             return self.base_lr * 0.5 * (1 + math.cos(math.pi * done))
+        if self.schedule == "linear":
+            return self.base_lr * (1 - done)
         if self.schedule == "step":
             return self.base_lr * 0.1 ** ((step >= self.steps / 2) + (step >= self.steps * 3 / 4))
         return self.base_lr

@@ -15,6 +15,8 @@ from hvdtrain.config.parser import flag
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
+Optimizer = Literal["sgd", "adam", "adamw", "muon"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data:
@@ -56,20 +58,25 @@ class Optimization:
     linear: multiply by the ratio of the global batch to the batch size given; sqrt: by the root of that ratio."""
     warmup_epochs: float = bounded(1.0, least=0)
     """Epochs of linear learning-rate warm-up"""
-    schedule: Literal["constant", "cosine", "step"] = "cosine"
+    schedule: Literal["constant", "cosine", "linear", "step"] = "cosine"
     """Learning rate after the warm-up
 
-    cosine: half a cosine down to 0; step: divided by 10 after 50 % and after 75 % of the steps."""
-    optimizer: Literal["sgd", "adam"] = "sgd"
+    cosine: half a cosine down to 0; linear: down to 0; step: divided by 10 after 50 % and after 75 % of the steps."""
+    optimizer: Optimizer = "sgd"
     """Optimizer
 
-    SGD with --momentum, or Adam with betas 0.9 and 0.999 and epsilon 1e-8."""
+    sgd: SGD with --momentum. adamw, or adam: AdamW with betas 0.9 and 0.999 and epsilon 1e-8. muon: the momentum of
+    matrices and convolutions is orthogonalised; vectors and embeddings use SGD with Nesterov momentum."""
     momentum: float = bounded(0.9, least=0, below=1)
-    """Momentum of SGD"""
+    """Momentum of SGD and Muon"""
+    nesterov: bool = False
+    """Nesterov momentum in SGD
+
+    Muon always uses it."""
     weight_decay: float = bounded(0.0, least=0)
     """L2 penalty
 
-    SGD adds it to the gradient of every parameter. Adam decouples it from the gradient (AdamW)."""
+    SGD adds it to the gradient of every parameter. AdamW and Muon decouple it from the gradient."""
     clip_norm: float = bounded(0.0, least=0)
     """Largest norm of the gradient; 0: no limit
 
@@ -296,6 +303,11 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
             object.__setattr__(self, "resume", True)
         if message := constraints.problem(self, flag):
             raise Failure(message, exits.BAD_CONFIG)
+        if self.optimizer == "adamw":  # records have the older name
+            object.__setattr__(self, "optimizer", "adam")
+        if self.nesterov and (self.optimizer == "adam" or not self.momentum):
+            lacking = f"--optimizer {self.optimizer}" if self.optimizer == "adam" else "--momentum 0"
+            raise Failure(f"--nesterov cannot be combined with {lacking}; hint: leave it out", exits.BAD_CONFIG)
         if self.batch_size and self.global_batch_size:
             raise Failure(
                 "--batch-size cannot be combined with --global-batch-size; hint: give one of them", exits.BAD_CONFIG

@@ -16,6 +16,17 @@ from hvdtrain.strategies import Strategy, Vectors
 from hvdtrain.system import exits, install
 from hvdtrain.system.exits import Failure
 
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients a, b, c of an iteration of Muon, X <- (a + b A + c A^2) X with A = X X^T (Jordan et al., 2024)"""
+ITERATIONS = 3
+SMALLEST_SQUARE = 1e-14
+"""Least squared norm of a matrix that Muon divides by"""
+
+
+def by_muon(name: str, dimensions: int) -> bool:
+    """Whether Muon orthogonalises a weight. A row of an embedding has a gradient only if its word is in the batch."""
+    return dimensions > 1 and "embed" not in name
+
 
 class Replica(Vectors, Protocol):
     """A model, its optimizer and its device. State consists of arrays in PyTorch's layout, named alike in both."""

@@ -20,6 +20,7 @@ from hvdtrain.frameworks import Profiler, statistics_of
 from hvdtrain.frameworks.compile_torch import compiled
 from hvdtrain.frameworks.flat_torch import Average, Flat
 from hvdtrain.frameworks.hooks_torch import GradientHooks
+from hvdtrain.frameworks.muon_torch import Muon
 from hvdtrain.records.metrics import Metric
 from hvdtrain.strategies import Strategy
 from hvdtrain.system import exits
@@ -84,7 +85,7 @@ class TorchReplica:
             else torch.autocast(self._device.type, PRECISIONS[config.precision])
         )
         self._named = trained = [(name, each) for name, each in self._parameters.items() if each.requires_grad]
-        optimizer = _optimizer([each for _, each in trained], config)
+        optimizer = _optimizer(trained, config)
         self._step = TorchStep(self._model, optimizer)
         self._local, self._flat = strategy.capabilities.local_updates, None
         if strategy.capabilities.in_backward:
@@ -288,14 +289,15 @@ class TorchReplica:
         return [torch.from_numpy(array).to(self._device, non_blocking=True) for array in arrays]
 
 
-def _optimizer(parameters: list[torch.nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:
+def _optimizer(trained: list[tuple[str, torch.nn.Parameter]], config: TrainConfig) -> torch.optim.Optimizer:
+    if config.optimizer == "muon":
+        return _eager(Muon)(trained, config.lr, config.momentum, config.weight_decay)
+    parameters = [each for _, each in trained]
     # Fused SGD leaves the momentum uninitialised if loss scaling skips the very first step.
-    fused = config.precision != "fp16"
+    common: Any = {"weight_decay": config.weight_decay, "fused": config.precision != "fp16"}
     if config.optimizer == "adam":
-        return _eager(torch.optim.AdamW)(parameters, config.lr, weight_decay=config.weight_decay, fused=fused)
-    return _eager(torch.optim.SGD)(
-        parameters, config.lr, momentum=config.momentum, weight_decay=config.weight_decay, fused=fused
-    )
+        return _eager(torch.optim.AdamW)(parameters, config.lr, **common)
+    return _eager(torch.optim.SGD)(parameters, config.lr, momentum=config.momentum, nesterov=config.nesterov, **common)
 
 
 def _eager(optimizer: type[torch.optim.Optimizer]) -> Any:

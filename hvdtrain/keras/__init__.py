@@ -14,6 +14,7 @@ from hvdtrain.keras import callbacks as callbacks
 from hvdtrain.keras import elastic as elastic
 from hvdtrain.keras.api import *  # noqa: F403
 from hvdtrain.keras.api import __getattr__ as __getattr__
+from hvdtrain.keras.muon import Muon as Muon
 from hvdtrain.keras.optimizer import Distributed
 from hvdtrain.keras.optimizer import DistributedOptimizer as DistributedOptimizer
 from hvdtrain.tensorflow import init as init

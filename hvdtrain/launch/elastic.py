@@ -207,7 +207,7 @@ class ElasticJob:
             self._admit()
         elif "joined" in message and message["joined"] == self._members.number and index in self._members.present:
             self._joined.add(rank)
-            if self._joined == {*self._ranks()}:
+            if self._joined == {*self._members.ranks(self._hosts)}:
                 self._members.establish(self._members.number)
                 for each in self._members.present:
                     self._hosts[each].new = False
@@ -237,9 +237,6 @@ class ElasticJob:
             self._stop.deadline = min(self._stop.deadline, time.monotonic() + LAST_WORDS_S)
 
     # --- members ---------------------------------------------------------------------------------------------------
-
-    def _ranks(self) -> list[int]:
-        return [rank for index in self._members.present for rank in self._hosts[index].ranks]
 
     def _check(self, now: float) -> None:
         """Look for silent hosts, and for members that could not connect."""
@@ -297,7 +294,7 @@ class ElasticJob:
     @property
     def _all_began(self) -> bool:
         """Whether all present ranks have come to step 0."""
-        return self._began >= {*self._ranks()}
+        return self._began >= {*self._members.ranks(self._hosts)}
 
     @property
     def _places(self) -> float:
@@ -359,18 +356,14 @@ class ElasticJob:
             self._lose(index, f"host {host.name} takes {factor:.1f} times as long as the others (--slowest)")
             host.return_at = math.inf
 
-    def _newcomers(self) -> list[int]:
-        """Lost and new hosts whose ranks are all ready to take part."""
-        absent = [index for index in range(len(self._hosts)) if index not in self._members.present]
-        return [index for index in absent if not self._hosts[index].gone and self._hosts[index].all_ready]
-
     def _announce(self) -> None:
         """Send the members the number of ranks that are ready to take part. Rank 0 answers between two steps."""
-        self._tell({"newcomers": sum(len(self._hosts[index].ranks) for index in self._newcomers())})
+        ready = self._members.newcomers(self._hosts)
+        self._tell({"newcomers": sum(len(self._hosts[index].ranks) for index in ready)})
 
     def _admit(self) -> None:
         """Take in the hosts that are ready. Rank 0 waits for the next view."""
-        hosts = self._newcomers()
+        hosts = self._members.newcomers(self._hosts)
         self._members.take_back(hosts)
         reason = arrival([self._hosts[index] for index in hosts])
         say(f"{reason} (view {self._members.number})")
@@ -380,10 +373,7 @@ class ElasticJob:
         """Send the present members to each of them."""
         self._joined, self._again_at = set(), None
         self._gathers.keep(lambda view: view < 0)
-        ranks = self._ranks()
-        names = [self._hosts[index].name for index in self._members.present for _ in self._hosts[index].ranks]
-        view = {"number": self._members.number, "ranks": ranks, "hosts": names, "reason": reason}
-        self._tell({"view": view})
+        self._tell({"view": {**self._members.view(self._hosts), "reason": reason}})
         self._announce()
 
     # --- messages and the end --------------------------------------------------------------------------------------

@@ -204,6 +204,19 @@ class Members:
         self.returned.update(hosts)
         self.number += 1
 
+    def newcomers(self, hosts: Sequence[Host]) -> list[int]:
+        """Return the lost and new ones of all hosts whose ranks are all ready to take part."""
+        absent = [(index, host) for index, host in enumerate(hosts) if index not in self.present]
+        return [index for index, host in absent if not host.gone and host.all_ready]
+
+    def ranks(self, hosts: Sequence[Host]) -> list[int]:
+        return [rank for index in self.present for rank in hosts[index].ranks]
+
+    def view(self, hosts: Sequence[Host]) -> dict[str, Any]:
+        """Describe the present members to their ranks."""
+        names = [hosts[index].name for index in self.present for _ in hosts[index].ranks]
+        return {"number": self.number, "ranks": self.ranks(hosts), "hosts": names}
+
     def establish(self, number: int) -> None:
         """All members of view `number` are connected."""
         if number == self.number:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hvdtrain.frameworks.muon_torch import Muon as Muon
 from hvdtrain.horovod_api.record import log as log
 from hvdtrain.torch import collectives as mpi_ops  # noqa: F401
 from hvdtrain.torch import elastic as elastic

@@ -151,16 +151,17 @@ def sum_equals_average() -> None:
 
 
 def broadcast_before_wrapping() -> None:
-    """As in Horovod's examples. The step that creates Adam's state for the broadcast does not count."""
-    ends = []
-    for before in (False, True):
-        net = model()
-        inner = torch.optim.Adam(net.parameters(), lr=LR)
-        if before:
-            hvd.broadcast_optimizer_state(inner, root_rank=0)
-        train(net, hvd.DistributedOptimizer(inner, strategy="hierarchical"), range(4))
-        ends.append(flat(net))
-    assert np.array_equal(*ends)
+    """As in Horovod's examples. The step that creates the optimizer's state for the broadcast does not count."""
+    for kind in (torch.optim.Adam, hvd.Muon):
+        ends = []
+        for before in (False, True):
+            net = model()
+            inner = kind(net.parameters(), lr=LR)
+            if before:
+                hvd.broadcast_optimizer_state(inner, root_rank=0)
+            train(net, hvd.DistributedOptimizer(inner, strategy="hierarchical"), range(4))
+            ends.append(flat(net))
+        assert np.array_equal(*ends)
 
 
 def one_file_for_all_ranks(strategy: str) -> None:

@@ -189,6 +189,8 @@ def fits(folder: Path) -> dict[str, Any]:
         runs["resumed"] = lambda: resumed(folder)
         runs["alone, adam"] = lambda: alone(adam())
         runs["adam"] = lambda: fitted(model(distributed(adam(), groups=2)))
+        runs["alone, muon"] = lambda: alone(hvdtrain.keras.Muon())
+        runs["muon"] = lambda: fitted(model(distributed(hvdtrain.keras.Muon())))
         runs["alone, norm"] = lambda: alone(plain(), keras.layers.BatchNormalization())
         runs["norm"] = lambda: fitted(model(distributed(plain()), 3, hvd.SyncBatchNormalization()))
         runs["rates"] = rates

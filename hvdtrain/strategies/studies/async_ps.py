@@ -90,10 +90,11 @@ class AsyncPS(Strategy):
 
     @classmethod
     def check(cls, settings: Any, config: TrainConfig) -> None:
-        if config.optimizer != "sgd":
+        if config.optimizer != "sgd" or config.nesterov:
+            other = "--nesterov" if config.nesterov else f"--optimizer {config.optimizer}"
             raise Failure(
-                f"--optimizer {config.optimizer}: its servers only make SGD steps; hint: --optimizer sgd with an --lr "
-                "for it, or another strategy",
+                f"{other}: its servers only make plain SGD steps; hint: --optimizer sgd with an --lr for it, or "
+                "another strategy",
                 exits.BAD_CONFIG,
             )
 

@@ -8,7 +8,6 @@ import runpy
 import sys
 import zlib
 
-
 sys.argv = sys.argv[1:]
 found = runpy.run_path(sys.argv[0], run_name="__main__")
 model = found["model"] if "model" in found else found["trainer"].lightning_module

@@ -56,10 +56,9 @@ def main(arguments: list[str]) -> int:
     store = f"{names[0]}:{FIRST_PORT + secrets.randbelow(PORTS)}"
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(found)}"]
     command += [f"--nproc-per-node={found[0].slots}", "--rdzv-backend=c10d", f"--rdzv-endpoint={store}"]
-    command += [f"--rdzv-id={secrets.token_hex(4)}", "-m", "--", "hvdtrain.ddp"]
+    command += [f"--rdzv-id={secrets.token_hex(4)}", f"--signals-to-handle={SIGNALS}", "-m", "--", "hvdtrain.ddp"]
     command += ["--strategy", options.strategy] if options.strategy else []
-    variables = {"TORCHELASTIC_SIGNALS_TO_HANDLE": SIGNALS}
-    variables |= {f"{library}_SOCKET_IFNAME": nic for library in ("GLOO", "NCCL")} if nic else {}
+    variables = {f"{library}_SOCKET_IFNAME": nic for library in ("GLOO", "NCCL")} if nic else {}
     words = ["mpirun", "-H", hosts.as_argument([Slots(host=name, slots=1) for name in names])]
     words += ["--nic", nic] if nic else []
     words += [word for name, value in variables.items() for word in ("-x", f"{name}={value}")]

@@ -85,6 +85,7 @@ LAUNCH = """Start ranks with settings that suit the link between their hosts, ea
 examples:
   hvdtrain launch mpirun -np 2 python -m hvdtrain.resnet
   hvdtrain launch horovodrun -H a:2,b:2 python -m hvdtrain.resnet
+  hvdtrain launch torchrun -H a:1,b:1 --strategy local-sgd+int8 train.py
 """
 
 
@@ -175,6 +176,7 @@ class Preparation:
 COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation | Launcher]] = {
     ("launch", "mpirun"): ("start ranks with Open MPI's mpirun", Launcher("mpirun")),
     ("launch", "horovodrun"): ("start ranks with Horovod's horovodrun", Launcher("horovodrun")),
+    ("launch", "torchrun"): ("start torchrun on all hosts, for DDP scripts", Part("launch.torchrun")),
     ("slurm",): ("submit a job to Slurm that requeues itself and resumes", Part("launch.slurm")),
     ("build-horovod",): ("build and install Horovod for the installed frameworks", Part("launch.build_horovod")),
     ("data", "list"): ("list known data sets: size, licence, source", Part("data.listed")),

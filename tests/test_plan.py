@@ -9,13 +9,14 @@ import json
 import math
 import shlex
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from conftest import fails, trainings
+from conftest import document, fails, finished, trainings
 from runs import make, read_run
 from thread_ranks import at_once, meetings, reach
 
@@ -33,7 +34,7 @@ from hvdtrain.plan.simulation import Message, Node, Traffic, simulate
 from hvdtrain.plan.stages import Stage
 from hvdtrain.plan.stages import step_s as pipeline_s
 from hvdtrain.strategies.automatic import rule
-from hvdtrain.strategies.cost import Layout
+from hvdtrain.strategies.cost import Layout, elements
 from hvdtrain.strategies.spec import parse
 
 SLOW, FAST = Link.of_rate(10e6), Link.of_rate(1e9)
@@ -548,3 +549,21 @@ def test_a_strategy_that_cannot_run_is_not_predicted(capsys: pytest.CaptureFixtu
     assert list(found["refused"]) == ["int8", "native:hook=fp16"]
     assert [each["strategy"] for each in found["networks"][0]["hosts"][0]["predictions"]] == ["hierarchical"]
     assert strategies.resolve(TrainConfig(strategy="auto")) == parse("hierarchical")
+
+
+def test_sizes_alone_make_a_plan_without_a_framework() -> None:
+    """`--parameters` needs neither PyTorch nor a measurement, and its exact bytes are the trained parameters'."""
+    program = (
+        "import sys; sys.modules['torch'] = sys.modules['horovod'] = None\n"
+        "from hvdtrain.plan import command\n"
+        "words = '--parameters 124M --trainable 2M --step-seconds 0.8 --hosts 1..4 --rates 30mbit,1gbit --json'\n"
+        "command.main(words.split())"
+    )
+    plan = document(finished([sys.executable, "-c", program]))
+    assert plan["schema"] == "hvdtrain/plan/1"
+    assert [each["network"] for each in plan["networks"]] == ["30mbit", "1gbit"]
+    assert elements(plan["shapes"]) == pytest.approx(2e6, rel=0.01)
+    assert any("LoRA" in note for note in plan["notes"])
+    for words, said in (("--parameters 124M", "belong together"), ("--parameters x --step-seconds 1", "124M")):
+        done = finished([sys.executable, "-m", "hvdtrain.cli", "plan", *words.split()])
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1) and said in done.stderr

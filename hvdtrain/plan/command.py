@@ -16,7 +16,7 @@ from typing import Any
 
 from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.config.options import TrainConfig
-from hvdtrain.plan import coding, learning, observe, prediction, probe, profile, recorded, report
+from hvdtrain.plan import coding, learning, observe, prediction, probe, profile, recorded, report, sizes
 from hvdtrain.plan.network import LATENCY_S, Link, Uplink
 from hvdtrain.plan.observe import global_batch
 from hvdtrain.plan.prediction import Host
@@ -34,13 +34,14 @@ PURPOSE = """Predict the time of a training step for other hosts, links and stra
 The model is profiled on this machine in at most 30 s, and trained for 10 s more if the batch of a step grows with the
 hosts; the profile is kept in ~/.cache/hvdtrain. Other options go to the workload. A script of your own that uses
 hvdtrain.torch or hvdtrain.train is started as one process, without a launcher, and ended when some of its steps have
-been timed. With --from, a recorded run takes the place of the profile.
+been timed. With --from, a recorded run takes the place of the profile. With --parameters nothing is run.
 
 examples:
   hvdtrain plan resnet --hosts 1..16 --rates 10mbit,100mbit,1gbit --width 0.25
   hvdtrain plan train.py --lr 0.1 --hosts 2,4 --rates 1gbit
   hvdtrain plan resnet -H a:1,b:1,c:1 --global-batch-size 128
   hvdtrain plan --from results/RUN --hosts 2,8 --rates 10mbit
+  hvdtrain plan --parameters 124M --trainable 2M --step-seconds 0.8 --hosts 1..8 --rates 30mbit,1gbit
 """
 MOST_HOSTS = 10_000
 MANY_COUNTS = 32
@@ -73,6 +74,9 @@ def parser() -> Parser:
     top = PlanParser(prog="hvdtrain plan", description=PURPOSE, allow_abbrev=False)
     top.add_argument("workload", nargs="?", help="a workload: see `hvdtrain train`, or a script")
     top.add_argument("--from", dest="run", type=Path, metavar="RUN", help="plan from the run in this folder")
+    top.add_argument("--parameters", metavar="N", help="plan a model of this size, such as 124M, which is not here")
+    top.add_argument("--trainable", metavar="N", help="with --parameters: how many are trained (default: all)")
+    top.add_argument("--step-seconds", type=float, metavar="S", help="with --parameters: of a step on one host")
     top.add_argument(
         "--hosts",
         default=None,
@@ -105,11 +109,14 @@ def parser() -> Parser:
 
 def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(list(arguments))
-    if bool(options.workload) == bool(options.run):
+    if sum(map(bool, (options.workload, options.run, options.parameters))) != 1:
         raise Failure(
-            "plan from one thing; hint: name a workload or a script, or give --from RUN (see --help)",
+            "plan from one thing; hint: name a workload or a script, or give --from RUN or --parameters (see --help)",
             exits.USAGE,
         )
+    if bool(options.parameters) != (options.step_seconds is not None) or (options.trainable and not options.parameters):
+        hint = "--parameters 124M --trainable 2M --step-seconds 0.8"
+        raise Failure(f"--parameters and --step-seconds belong together; hint: {hint}", exits.USAGE)
     if launch_env().size > 1:
         raise Failure("hvdtrain plan is one process; hint: start it without a launcher", exits.USAGE)
     if options.figure and options.figure.suffix[1:] not in figures.FORMATS:
@@ -132,7 +139,8 @@ def main(arguments: Sequence[str]) -> int:
         )
     counts = counts_of(options.hosts) if options.hosts is not None else None
     rates = rates_of(options.rates) if options.rates is not None else None
-    plan = _from_run(options, counts, rates) if options.run else _from_workload(options, counts, rates)
+    make = _from_run if options.run else _from_sizes if options.parameters else _from_workload
+    plan = make(options, counts, rates)
     if options.figure:
         figures.save(report.figure(plan), options.figure)
     print(json.dumps(report.as_json(plan)) if options.json else report.text(plan))
@@ -284,6 +292,16 @@ def _from_workload(options: Any, counts: Sequence[int] | None, rates: Sequence[i
     else:
         plan = _equal_hosts(made, config, options, counts, rates, able)
     return dataclasses.replace(plan, refused=refused, notes=notes)
+
+
+def _from_sizes(options: Any, counts: Sequence[int] | None, rates: Sequence[int] | None) -> Plan:
+    names = prediction.reducers(_wanted(options))
+    made, assumption = sizes.profiled(options.parameters, options.trainable, options.step_seconds, names)
+    size = options.global_batch_size
+    config = TrainConfig(framework="torch", batch_size=None if size else 1, global_batch_size=size)
+    able, refused = exchanges_of(options, config, made)
+    plan = _equal_hosts(made, config, options, counts, rates, able)
+    return dataclasses.replace(plan, refused=refused, notes=[assumption])
 
 
 def _from_run(options: Any, counts: Sequence[int] | None, rates: Sequence[int] | None) -> Plan:

@@ -35,3 +35,13 @@ def ddp_hook(strategy: str) -> tuple[Any, Any]:
     from hvdtrain.torch.hook import Buckets
 
     return Buckets(_FRONT, strategy), lambda state, bucket: state.hook(bucket)
+
+
+def attach(model: Any, optimizer: Any, *, strategy: str | None = None) -> None:
+    """Let a model, usually DistributedDataParallel, and its optimizer exchange by a strategy. Collective.
+
+    Does for a line of the script what `python -m hvdtrain.ddp` does without one: see `hvdtrain.torch.attached.attach`.
+    """
+    from hvdtrain.torch import attached
+
+    attached.attach(model, optimizer, strategy=strategy)

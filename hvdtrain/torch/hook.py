@@ -27,6 +27,33 @@ from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
 
+def join(front: job.Front, strategy: str) -> None:
+    """Connect the ranks of torch.distributed, or else of the launcher, for a strategy. Collective.
+
+    Raises Failure (78) if scripts cannot use the strategy, or the launcher has numbered the ranks differently.
+    """
+    if launch_env().launcher == "elastic":
+        raise unsupported()
+    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if launch_env().launcher == "alone" and ranks[1] > 1:  # processes that the script has started itself
+        os.environ |= {"HVDTRAIN_TORCH_RANK": str(ranks[0]), "HVDTRAIN_TORCH_SIZE": str(ranks[1])}
+    job.init(front, strategy=strategy)
+    job.exchange(strategy)  # takes over if Horovod carries the calls
+    if dist.is_initialized() and ranks != (own := (job.job().rank, job.job().size)):
+        has, launched = ("rank {} of {}".format(*each) for each in (ranks, own))
+        problem = f"torch.distributed says {has}, the launcher {launched}; hint: call ddp_hook before hvd.init, and"
+        raise Failure(f"ddp_hook: {problem} give init_process_group the launcher's ranks", exits.BAD_CONFIG)
+
+
+def check_group(model: DistributedDataParallel) -> None:
+    """Raise Failure (78) if DistributedDataParallel has fewer ranks than the job."""
+    ranks = job.job().size
+    if (size := dist.get_world_size(model.process_group)) != ranks:
+        problem = f"process_group= has {size} ranks, but hvdtrain exchanges between all {ranks}"
+        hint = "leave process_group= out, or use DistributedDataParallel without hvdtrain"
+        raise Failure(f"{problem}; hint: {hint}", exits.BAD_CONFIG)
+
+
 class Buckets:
     """The hook's state."""
 
@@ -34,20 +61,10 @@ class Buckets:
         """Collective. Raises Failure (78) if `strategy` is not a reducer."""
         exchange, exact = parse(strategy), parse(DEFAULT_REDUCER)
         if exchange.algorithm is not None or exchange.reducer is None:
-            problem = "a hook sums the gradients of one step; hint: name a reducer, see --strategy help"
+            problem = "a hook sums the gradients of one step; hint: name a reducer, or use hvdtrain.ddp"
             raise Failure(f"ddp_hook {strategy!r}: {problem}", exits.BAD_CONFIG)
         assert exact.reducer is not None
-        if launch_env().launcher == "elastic":
-            raise unsupported()
-        ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        if launch_env().launcher == "alone" and ranks[1] > 1:  # processes that the script has started itself
-            os.environ |= {"HVDTRAIN_TORCH_RANK": str(ranks[0]), "HVDTRAIN_TORCH_SIZE": str(ranks[1])}
-        job.init(front, strategy=strategy)
-        job.exchange(strategy)  # takes over if Horovod carries the calls
-        if dist.is_initialized() and ranks != (own := (job.job().rank, job.job().size)):
-            has, launched = ("rank {} of {}".format(*each) for each in (ranks, own))
-            problem = f"torch.distributed says {has}, the launcher {launched}; hint: call ddp_hook before hvd.init, and"
-            raise Failure(f"ddp_hook: {problem} give init_process_group the launcher's ranks", exits.BAD_CONFIG)
+        join(front, strategy)
         self._exact, self._chosen, self._world = exact.reducer, exchange.reducer, job.job().world()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdtrain-hook")
         self._reducers: dict[tuple[Any, ...], Reducer] = {}
@@ -79,13 +96,12 @@ class Buckets:
 
     def _check_group(self) -> None:
         """Ends the job with code 78 if DistributedDataParallel has fewer ranks, because PyTorch does not tell hooks."""
-        models = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
-        for model in models:
-            size = dist.get_world_size(model.process_group)
-            if size != self._world.size and any(state is self for _, state in model._comm_hooks):
-                problem = f"process_group= has {size} ranks, but ddp_hook sums over all {self._world.size}"
-                hint = "leave process_group= out, or use DistributedDataParallel without a hook"
-                lifecycle.fail(Failure(f"{problem}; hint: {hint}", exits.BAD_CONFIG))
+        for model in (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)):
+            if any(state is self for _, state in model._comm_hooks):
+                try:
+                    check_group(model)
+                except Failure as failure:
+                    lifecycle.fail(failure)
 
     def _reducer(self, index: int, shapes: list[tuple[int, ...]]) -> Reducer:
         if self._is_first_step:

@@ -1,0 +1,85 @@
+"""`python -m hvdtrain.ddp` and `hvd.attach`: scripts with DistributedDataParallel exchange by a strategy."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import PROGRAMS, Cluster, document, environment, launch, until
+
+SCRIPT = str(PROGRAMS / "own_ddp.py")
+
+
+def ddp(strategy: str, *words: str) -> list[str]:
+    return ["-W", "ignore", "-m", "hvdtrain.ddp", "--strategy", strategy, *words]
+
+
+@pytest.mark.parametrize("strategy", ["hierarchical", "local-sgd:every=1", "auto"])
+def test_exact_exchanges_equal_one_process(strategy: str) -> None:
+    """With accumulation, clipping, a scheduler and a GradScaler; SGD averaged after each step is exact too."""
+    report = document(launch(2, ddp(strategy, SCRIPT, "10"), "torchrun"))
+    assert all(report["equal"])
+    assert report["worst"] < 1e-6 < report["moved"]
+
+
+def test_evaluations_and_checkpoints_see_equal_weights_and_a_run_resumes(tmp_path: Path) -> None:
+    """Also in the middle of a round, and if one rank evaluates or saves alone."""
+    kept = str(tmp_path / "checkpoint.pt")
+    for steps in ("7", "14"):
+        report = document(launch(2, ddp("local-sgd:every=4,staleness=1+int8", SCRIPT, steps, kept), "torchrun"))
+        assert all(report["equal"])
+        assert report["worst"] < report["moved"]
+
+
+def test_a_line_of_the_script_does_the_same() -> None:
+    done = launch(2, ["-W", "ignore", str(PROGRAMS / "own_attached.py")], "torchrun")
+    for strategy, distance in document(done).items():
+        assert distance < 1e-6, strategy
+
+
+def test_what_has_no_distributed_data_parallel_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "from torch.distributed.fsdp import fully_shard\n"
+        "dist.init_process_group('gloo')\n"
+        "net = torch.nn.Linear(4, 4)\n"
+        "fully_shard(net)\n"
+        "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "net(torch.randn(2, 4)).sum().backward()\n"
+        "optimizer.step()\n"
+    )
+    done = launch(2, ddp("local-sgd", str(script)), "torchrun")
+    assert done.returncode
+    assert "FSDP, DeepSpeed and tensor parallelism are not supported; hint: " in done.stderr
+    done = launch(0, ["-m", "hvdtrain.ddp", str(tmp_path / "none.py")])
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "no such script; hint: " in done.stderr
+    assert json.dumps(done.stdout) == '""'
+
+
+@pytest.mark.root
+@pytest.mark.slow
+def test_torchrun_starts_on_two_hosts_and_ends_when_asked(cluster: Cluster, tmp_path: Path) -> None:
+    """All ranks end with the job, also after a signal."""
+    words = ["hvdtrain", "launch", "torchrun", "-H", "a:1,b:1", "--strategy"]
+    done = cluster.on("a", *words, "hierarchical", SCRIPT, "10")
+    report = document(done)
+    assert all(report["equal"])
+    assert report["worst"] < 1e-6
+    script = tmp_path / "endless.py"
+    script.write_text(
+        "import sys, time, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.barrier()\n"
+        f"open('{tmp_path}/began', 'w').close()\n"
+        "time.sleep(1000)\n"
+    )
+    job = subprocess.Popen([*cluster.command("exec", "a", "--"), *words, "powersgd", str(script)], env=environment())
+    until((tmp_path / "began").exists)
+    job.terminate()
+    assert job.wait(60)
+    for host in "ab":
+        until(lambda host=host: str(script) not in cluster.on(host, "ps", "-eww", "-o", "args").stdout)

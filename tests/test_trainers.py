@@ -1,0 +1,52 @@
+"""The examples with transformers' Trainer and peft, Accelerate and Lightning, unmodified, on two ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import PROGRAMS, ROOT, launch
+
+LORA = "hf_lora.py --layers 2 --width 64 --length 32"
+EXAMPLES = {
+    "hf_lora": f"{LORA} --steps 8 --output",
+    "lightning_mnist": "lightning_mnist.py --epochs 1 --output",
+    "accelerate_digits": "accelerate_digits.py --epochs 1 --save",
+}
+pytestmark = pytest.mark.slow
+
+
+def weights(words: str, folder: Path, strategy: str = "") -> list[Any]:
+    """The checksum of each rank's weights, and the norms of rank 0's arrays."""
+    pytest.importorskip("transformers"), pytest.importorskip("lightning")
+    name, *rest = words.split()
+    program = [str(PROGRAMS / "own_trainers.py"), str(ROOT / "examples" / name), *rest]
+    ddp = ["-m", "hvdtrain.ddp", "--strategy", strategy] if strategy else []
+    done = launch(2, ["-W", "ignore", *ddp, *program], "torchrun", {"HOME": str(folder), "HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(text) for text in re.findall(r"WEIGHTS (\{.*\})", done.stdout)]
+    assert len({each["checksum"] for each in found}) == 1 and len(found) == 2
+    return next(each["norms"] for each in found if each["norms"])
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples_train_alike_with_exact_sums_and_end_with_equal_weights(example: str, tmp_path: Path) -> None:
+    """Clipping and accumulation are the trainer's own, as with plain DistributedDataParallel."""
+    words = EXAMPLES[example]
+    plain = weights(f"{words} {tmp_path / 'plain'}", tmp_path)
+    assert weights(f"{words} {tmp_path / 'exact'}", tmp_path, "hierarchical") == pytest.approx(plain, rel=1e-3)
+    local = weights(f"{words} {tmp_path / 'local'}", tmp_path, "local-sgd:every=3+int8")
+    assert local != plain
+    assert local == pytest.approx(plain, rel=0.2, abs=0.5)
+
+
+def test_a_trainer_saves_the_last_average_and_resumes_from_it(tmp_path: Path) -> None:
+    """A checkpoint in the middle of a round is one file for all ranks."""
+    folder = tmp_path / "lora"
+    weights(f"{LORA} --steps 10 --output {folder}", tmp_path, "local-sgd:every=4")
+    assert (folder / "adapter_model.safetensors").exists()
+    weights(f"{LORA} --steps 14 --output {folder} --resume", tmp_path, "local-sgd:every=4")
+    assert (folder / "checkpoint-14").is_dir()

@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 from hvdtrain.comm import lifecycle
-from hvdtrain.horovod_api import job
 from hvdtrain.strategies.registry import DEFAULT_REDUCER
 from hvdtrain.system import exits
 from hvdtrain.system.arguments import Parser
@@ -35,13 +34,15 @@ def parser() -> Parser:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the script in this process. Raises Failure (2) if there is none, (78) for an unknown strategy."""
+    """Run the script in this process. Raises Failure (2) if there is none, (78) for a strategy that does not exist."""
     options = parser().parse_args(arguments)
     if not options.script:
         raise Failure("no script given; hint: python -m hvdtrain.ddp --strategy powersgd train.py", exits.USAGE)
     script = options.script[0]
     if not options.module and not Path(script).is_file():
         raise Failure(f"{script}: no such script; hint: name a file, or -m MODULE", exits.USAGE)
+    from hvdtrain.horovod_api import job  # loads Horovod's package
+
     strategy = options.strategy or os.environ.get(job.VARIABLE) or DEFAULT_REDUCER
     from hvdtrain.torch import attached  # loads PyTorch
 

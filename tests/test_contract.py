@@ -237,6 +237,7 @@ DRY_RUN = {
     "sweep": "sweep.toml",
     "launch mpirun": "-np 1 touch made",
     "launch horovodrun": "-np 1 touch made",
+    "launch torchrun": "-H localhost:1 touch made",
     **dict.fromkeys(WORKLOADS, "--run-dir new"),
 }
 DRY_RUN_ELSEWHERE = {"data solar", "data vgg16", "cluster exec", "cluster shell"}

@@ -93,6 +93,9 @@ def parse(words: list[str]) -> None:
         known[name][1].parser().parse_args(arguments[len(name) :])
         return
     module = importlib.import_module(program)
+    if program == "hvdtrain.ddp":
+        strategies.parse(module.parser().parse_args(arguments).strategy)
+        return
     made = next(value for name, value in vars(module).items() if name.endswith("Config") and name != "TrainConfig")
     asked: Any = parser.parse(made, arguments, prog=program, purpose="")
     if not asked.strategy.startswith("help"):

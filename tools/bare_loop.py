@@ -25,6 +25,7 @@ parser.add_argument("--library", choices=("horovod", "hvdtrain"), default="horov
 parser.add_argument("--width", type=float, default=1.0)
 parser.add_argument("--image-size", type=int, default=32)
 parser.add_argument("--warmup", type=int, default=3)
+parser.add_argument("--device", default="cpu", help="with torch, also cuda")
 args = parser.parse_args()
 
 from hvdtrain import data  # noqa: E402
@@ -48,6 +49,7 @@ if args.framework == "torch":
     torch.set_num_threads(1)
     model = ResNetTorch(spec)
     model.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()})
+    model.to(args.device)
     # fused=True is PyTorch's fastest variant, and hvdtrain uses it too.
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, fused=True)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
@@ -55,7 +57,7 @@ if args.framework == "torch":
 
     def step(arrays: tuple[np.ndarray, ...], samples: float) -> float:
         optimizer.zero_grad()
-        loss, _ = model.loss(*map(torch.from_numpy, arrays))
+        loss, _ = model.loss(*(torch.from_numpy(array).to(args.device) for array in arrays))
         (loss / samples).backward()
         optimizer.step()
         return float(loss.item())

@@ -3,8 +3,9 @@
     python tools/bench_gpu.py
 
 Trains ResNet-34 at full width (21.3 M parameters) on digits of 80x80, 64 samples per rank, bf16, under torchrun. The
-ranks are on one host, and as root then on two hosts of their own (UTS namespaces, loopback), which encode and decode.
-`--source DIR` runs another checkout in turn with this one. `make gpu-check` runs this after the tests.
+ranks are on one host, or (root) each on a host, which encode and decode: UTS namespaces and loopback. Then a user's
+script (`bare_loop.py`, 32 samples per rank, fp32) beside the same workload. `--source DIR` runs another checkout in
+turn with this one. `make gpu-check` runs this after the tests, on one host.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 STRATEGIES = ("int8", "powersgd:rank=4", "local-sgd:every=8", "local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4")
-TRAIN = ["-m", "hvdtrain.resnet", "--json", "--evaluate-samples", "64", "--checkpoint-epochs", "0"]
+WORKLOAD = ["-m", "hvdtrain.resnet", "--json", "--evaluate-samples", "64", "--checkpoint-epochs", "0"]
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node"]
+SAME = {"gpu": ["--image-size", "80"], "cpu": ["--width", "0.0625"]}
+"""Options of workload and script"""
 LIMIT_S = 120
 
 
-def samples_per_s(source: Path, hosts: int, ranks: int, options: list[str]) -> float | str:
-    """Train, and return samples per second without evaluations, or the end of what the ranks said if they failed."""
+def samples_per_s(source: Path, hosts: int, ranks: int, program: list[str], strategy: str = "") -> float | str:
+    """Train, and return samples per second without evaluations, or what the ranks said if they failed."""
     port = str(29500 + os.getpid() % 500)
     commands = []
     for host in range(hosts):
@@ -40,9 +43,12 @@ def samples_per_s(source: Path, hosts: int, ranks: int, options: list[str]) -> f
         if ranks == 1:
             commands = [[sys.executable]]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])}
+        environment |= {"HVDTRAIN_RECORD": "0", "HVDTRAIN_STRATEGY": strategy or "hierarchical"}
+        if program[0] == "-m":
+            program = [*program, "--run-dir", f"{folder}/run", *(["--strategy", strategy] if strategy else [])]
         processes = [
             subprocess.Popen(
-                [*command, *TRAIN, *options, "--run-dir", f"{folder}/run"],
+                [*command, *program],
                 env=environment,
                 cwd=source,
                 text=True,
@@ -62,7 +68,8 @@ def samples_per_s(source: Path, hosts: int, ranks: int, options: list[str]) -> f
                 return f"more than {LIMIT_S} s"
         if any(process.returncode for process in processes):
             return "\n".join(line for line in said[1].splitlines() if "hvdtrain" in line or "Error" in line)[-900:]
-    return float(json.loads(said[0])["samples_per_s"])
+    figures = json.loads(said[0].splitlines()[-1] if program[0] != "-m" else said[0])
+    return float(figures["samples_per_s"])
 
 
 def main() -> int:
@@ -77,15 +84,26 @@ def main() -> int:
         model = ["--width", "0.0625", "--epoch-samples", "256", "--epochs", "1"]
     flags = ["--device", options.device, *model]
     sources = {"this": ROOT} | ({"other": options.source.resolve()} if options.source else {})
-    alone = samples_per_s(ROOT, 1, 1, flags)
+    workload = [*WORKLOAD, *flags]
+    alone = samples_per_s(ROOT, 1, 1, workload)
     print(f"one rank alone: {alone} samples/s", flush=True)
     for strategy in STRATEGIES:
         for hosts in map(int, options.hosts.split(",")):
             for name, source in sources.items():
-                got = samples_per_s(source, hosts, 2, [*flags, "--strategy", strategy])
-                share = f"{got / alone:.2f}" if isinstance(got, float) and isinstance(alone, float) else ""
-                print(f"{strategy}  {hosts} hosts  {name}: {got} samples/s  {share}", flush=True)
+                got = samples_per_s(source, hosts, 2, workload, strategy)
+                print(f"{strategy}  {hosts} hosts  {name}: {got} samples/s  {ratio(got, alone)}", flush=True)
+    device = "cuda" if options.device == "gpu" else "cpu"
+    script = [str(ROOT / "tools" / "bare_loop.py"), "torch", "--library", "hvdtrain", "--device", device]
+    script += ["--warmup", "40", "--epochs", options.epochs, *SAME[options.device]]
+    workload = [*WORKLOAD, "--device", options.device, "--epochs", options.epochs, *SAME[options.device]]
+    for strategy in STRATEGIES:
+        ours, theirs = (samples_per_s(ROOT, 1, 2, each, strategy) for each in (workload, script))
+        print(f"{strategy}: workload {ours}, script {theirs} samples/s  {ratio(ours, theirs)}", flush=True)
     return 0
+
+
+def ratio(one: float | str, other: float | str) -> str:
+    return f"{one / other:.2f}" if isinstance(one, float) and isinstance(other, float) else ""
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs the GPU tests with a Python that has a CUDA build of PyTorch. Needs no network and no `make setup`.
+# Runs the GPU tests, and compares two ranks that share a GPU with one, with a Python that has a CUDA build of PyTorch.
+# Needs no network and no `make setup`.
 #
 #     tools/gpu_check.sh [WHEELS] [PYTEST_OPTION...]
 #
@@ -24,4 +25,9 @@ if [[ $wheels ]]; then
     "$python" -m pip install --quiet --no-index --no-deps --target "$packages" "$wheels"/*.whl
 fi
 export PYTHONPATH=$PWD:$packages${PYTHONPATH:+:$PYTHONPATH}
-"$python" -m pytest -m gpu -rs "$@" tests/test_gpu.py
+"$python" -m pytest -m gpu -rs "$@" tests/test_arrays.py tests/test_gpu.py
+if [[ ${HVDTRAIN_GPU_TESTS:-} == cpu ]]; then
+    "$python" tools/bench_gpu.py --device cpu --hosts 1
+else
+    "$python" tools/bench_gpu.py --epochs 8 --hosts 1
+fi

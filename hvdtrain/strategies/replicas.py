@@ -77,4 +77,5 @@ class Vectors(Protocol):
     def weights(self) -> Array:
         """Return all trainable weights; this may be the replica's own memory."""
 
-    def set_weights(self, weights: Array) -> None: ...
+    def set_weights(self, weights: Array) -> None:
+        """Copy these weights into the replica. The caller changes the array later."""

@@ -212,7 +212,7 @@ class Step:
         return self._flat.weights() if self._new is None else self._new
 
     def set_weights(self, weights: np.ndarray) -> None:
-        self._new = weights
+        self._new = weights.copy()
 
     # --- outside of graphs --------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import sys
 
 from hvdtrain.launch import __main__ as launch
 from hvdtrain.launch.link import choose_interface, find_hosts
-from hvdtrain.system import exits, hosts
+from hvdtrain.system import cgroup, exits, hosts
 from hvdtrain.system.arguments import Parser
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.hosts import Slots
@@ -59,6 +59,8 @@ def main(arguments: list[str]) -> int:
     command += [f"--rdzv-id={secrets.token_hex(4)}", f"--signals-to-handle={SIGNALS}", "-m", "--", "hvdtrain.ddp"]
     command += ["--strategy", options.strategy] if options.strategy else []
     variables = {f"{library}_SOCKET_IFNAME": nic for library in ("GLOO", "NCCL")} if nic else {}
+    if found[0].slots > 1 and "OMP_NUM_THREADS" not in os.environ:  # mpirun counts one process on each host
+        variables["OMP_NUM_THREADS"] = str(cgroup.threads(cgroup.host_cores(), found[0].slots))
     words = ["mpirun", "-H", hosts.as_argument([Slots(host=name, slots=1) for name in names])]
     words += ["--nic", nic] if nic else []
     words += [word for name, value in variables.items() for word in ("-x", f"{name}={value}")]

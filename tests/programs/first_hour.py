@@ -27,7 +27,7 @@ COMMANDS = {
     f"hvdtrain launch mpirun -np 2 python -m hvdtrain.resnet {RUN} results/a": (),
     f"hvdtrain launch horovodrun -np 2 -H localhost:2 python -m hvdtrain.resnet --seed 1 {RUN} results/b": (),
     f"mpirun -np 2 python -m hvdtrain.resnet --seed 2 {RUN} results/c": (),
-    "hvdtrain launch torchrun -H localhost:2 --strategy powersgd examples/accelerate_digits.py": (),
+    "hvdtrain launch torchrun --dry-run -H localhost:2 --strategy powersgd train.py": (),
     "hvdtrain slurm --dry-run -N 2 -- true": (),
     "hvdtrain build-horovod torch --print-key": (),
     "hvdtrain data list": (),

@@ -36,6 +36,7 @@ def parser() -> Parser:
 def main(arguments: list[str]) -> None:
     """Run the script in this process. Raises Failure (2) if there is none, (78) for a strategy that does not exist."""
     options = parser().parse_args(arguments)
+    sys.modules["__main__"].__file__ = next(iter(options.script), None)  # an error message names its line
     if not options.script:
         raise Failure("no script given; hint: python -m hvdtrain.ddp --strategy powersgd train.py", exits.USAGE)
     script = options.script[0]

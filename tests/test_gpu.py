@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SMALL, document, finished
+from conftest import PROGRAMS, SMALL, document, finished
 from runs import read_run
 
 from hvdtrain import records, strategies
@@ -67,6 +67,14 @@ def test_two_ranks_share_a_gpu_with_every_strategy(strategy: str, tmp_path: Path
     folder = tmp_path / "run"
     train("--strategy", strategy, "--epochs", "1", "--run-dir", str(folder), ranks=2)
     assert np.isfinite([step.loss for step in read_run(folder)["step"]]).all()
+
+
+def test_ranks_that_share_a_gpu_sum_in_its_memory() -> None:
+    """The program compares with NumPy, for vectors of several lengths, two of which are longer than the one before."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    device = "cpu" if DEVICE == "cpu" else "cuda"
+    done = finished([sys.executable, *torchrun, str(PROGRAMS / "gpu_sums.py"), device])
+    assert done.stdout.count("equal") == 3
 
 
 def test_native_trains_with_one_rank_per_gpu(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@
 
 Trains ResNet-34 at full width (21.3 M parameters) on digits of 80x80, 64 samples per rank, bf16, under torchrun. The
 ranks are on one host, or (root) each on a host, which encode and decode: UTS namespaces and loopback. Then a user's
-script (`bare_loop.py`, 32 samples per rank, fp32) beside the same workload. `--source DIR` runs another checkout in
-turn with this one. `make gpu-check` runs this after the tests, on one host.
+script (`bare_loop.py`, 32 samples per rank, fp32) and the same workload. `--source DIR` runs another checkout in turn
+with this one. `make gpu-check` runs this after the tests, on one host.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LIMIT_S = 120
 
 
 def samples_per_s(source: Path, hosts: int, ranks: int, program: list[str], strategy: str = "") -> float | str:
-    """Train, and return samples per second without evaluations, or what the ranks said if they failed."""
+    """Train, and return samples per second without evaluations, or the error message."""
     port = str(29500 + os.getpid() % 500)
     commands = []
     for host in range(hosts):
@@ -75,10 +75,14 @@ def samples_per_s(source: Path, hosts: int, ranks: int, program: list[str], stra
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="gpu", choices=("gpu", "cpu"), help="cpu: a small model, to try this out")
-    parser.add_argument("--epochs", default="4")
+    parser.add_argument("--epochs", type=int, default=8, help="default: 8")
     parser.add_argument("--source", type=Path, help="another checkout")
-    parser.add_argument("--hosts", default="1,2", help="default: 1,2")
+    known = ["1", "2", "1,2"]
+    parser.add_argument("--hosts", choices=known, default=known[-1 if os.geteuid() == 0 else 0], help="2 needs root")
     options = parser.parse_args()
+    if options.source and not (options.source / "hvdtrain").is_dir():
+        parser.error(f"--source {options.source}: no hvdtrain there; hint: git worktree add DIR COMMIT")
+    options.epochs = str(options.epochs)
     model = ["--image-size", "80", "--batch-size", "64", "--precision", "bf16", "--epochs", options.epochs]
     if options.device == "cpu":
         model = ["--width", "0.0625", "--epoch-samples", "256", "--epochs", "1"]

@@ -1,8 +1,8 @@
 """Vectors that stay where the model is: NumPy arrays, or PyTorch tensors on a CPU or GPU.
 
 Strategies and reducers are written once, against the array API (array-api-compat), so on a GPU only encoded bytes cross
-the bus. This module has what that standard lacks: copies between device and host memory, and the order of work that
-several threads give to one GPU. PyTorch is imported only if a vector is a tensor.
+the bus. This module adds what is missing in that standard: copies between device and host memory, and the order of work
+that several threads give to one GPU. PyTorch is imported only if a vector is a tensor.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ def handover(array: Array) -> Callable[[], None] | None:
 
 
 def use_own_stream(array: Array) -> None:
-    """Let the GPU do what this background thread gives to it beside the work of other threads, not after it."""
+    """Let the GPU run this background thread's work at the same time as that of other threads, instead of after it."""
     if _on_gpu(array):
         import torch
 
         if torch.cuda.current_stream(array.device) == torch.cuda.default_stream(array.device):
-            torch.cuda.set_stream(torch.cuda.Stream(array.device))  # of this thread
+            torch.cuda.set_stream(torch.cuda.Stream(array.device))  # for this thread only
 
 
 def finish(array: Array) -> None:

@@ -10,6 +10,7 @@ import argparse
 import os
 import secrets
 import sys
+from pathlib import Path
 
 from hvdtrain.launch import __main__ as launch
 from hvdtrain.launch.link import choose_interface, find_hosts
@@ -47,10 +48,13 @@ def main(arguments: list[str]) -> int:
     options = parser().parse_args(arguments)
     if not options.script:
         raise Failure(f"no script given; hint: {PROGRAM} -H a:1,b:1 train.py", exits.USAGE)
+    if not options.dry_run and not Path(options.script[0]).is_file():
+        raise Failure(f"{options.script[0]}: no such script; hint: {PROGRAM} -H a:1,b:1 train.py", exits.USAGE)
     options.hostfile = options.np = None
     found, _ = find_hosts(options, os.environ)
     if len({slot.slots for slot in found}) != 1:
-        raise Failure(f"-H {hosts.as_argument(found)}: hint: give each host as many ranks", exits.USAGE)
+        what = f"-H {hosts.as_argument(found)}: torchrun needs the same number of ranks on each host"
+        raise Failure(f"{what}; hint: -H a:2,b:2", exits.USAGE)
     names = [slot.host for slot in found]
     nic, _ = choose_interface(names, options.nic)
     store = f"{names[0]}:{FIRST_PORT + secrets.randbelow(PORTS)}"

@@ -26,7 +26,7 @@ def count(option: str, text: str) -> int:
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)([KMB]?)", text.upper())
     number = round(float(match[1]) * UNITS[match[2]]) if match else 0
     if not ARRAYS <= number <= MOST_PARAMETERS:
-        raise Failure(f"{option} {text}: hint: give a number such as 500K, 124M or 7B", exits.USAGE)
+        raise Failure(f"{option} {text}: not a number of parameters; hint: 500K, 124M or 7B", exits.USAGE)
     return number
 
 
@@ -39,7 +39,9 @@ def profiled(parameters: str, trainable: str | None, step_s: float, names: Seque
     if trained > total:
         raise Failure(f"--trainable {trainable}: more than --parameters {parameters}; hint: swap them", exits.USAGE)
     if not 1e-4 <= step_s <= 1e6:
-        raise Failure(f"--step-seconds {step_s}: hint: give the seconds of a step on one host", exits.USAGE)
+        raise Failure(
+            f"--step-seconds {step_s:g}: not a time; hint: the seconds of a step on one host, such as 0.8", exits.USAGE
+        )
     columns = round(math.sqrt(trained / ARRAYS)) if trained == total else RANK
     shapes = [[math.ceil(trained / ARRAYS / columns), columns]] * ARRAYS
     made = Profile(

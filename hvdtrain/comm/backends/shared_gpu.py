@@ -19,7 +19,7 @@ from hvdtrain.comm.backends.shared_memory import send_token, wait_for_token
 from hvdtrain.comm.stream import Stream, swap
 
 ALIGNMENT = 64
-"""Slots begin at multiples of so many bytes"""
+"""Bytes; slots begin at multiples of it, so that they can hold numbers of any type"""
 OFFER_BYTES = 4096
 
 
@@ -104,7 +104,7 @@ def _allocated(ranks: int, vector: Array) -> Any:
 
 
 def _offer(slots: Any, index: int) -> bytes:
-    """What a member needs to open the slots: see torch.multiprocessing.reductions.reduce_tensor."""
+    """The message from which a member opens the slots: see torch.multiprocessing.reductions.reduce_tensor."""
     _, *handle = slots.untyped_storage()._share_cuda_()
     fields = [field.hex() if isinstance(field, bytes) else field for field in handle]
     return json.dumps({"index": index, "shape": list(slots.shape), "handle": fields}).encode()

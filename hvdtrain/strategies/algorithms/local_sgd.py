@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from array_api_compat import array_namespace
 
-from hvdtrain.comm.arrays import Array, empty, finish, handover, moved, placed_like, same_place, to_host, use_own_stream
+from hvdtrain.comm.arrays import Array, empty, handover, moved, placed_like, same_place, to_host
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.errors import PeerLost
 from hvdtrain.config.constraints import Checked, bounded
@@ -207,7 +208,8 @@ class LocalSGD(Synchronous):
                 own = own[:0]
             change[self._size :] = placed_like(self._tail.astype(np.float32), change)
         before: dict[str, np.ndarray] = {}
-        sent = self._thread.submit(self._exchange, change, before, handover(change))
+        work = functools.partial(self._exchange, change, before, handover(change))
+        sent = self._thread.submit(self._in_background, change, work)
         due, round_ = self._steps + self.settings.staleness, (self._drifted, self._samples, self._all_samples)
         self._in_flight.append(InFlight(due, own, change, sent, *round_, self._tail, before))
         self._drifted = self._samples = self._all_samples = 0
@@ -215,19 +217,15 @@ class LocalSGD(Synchronous):
 
     def _exchange(self, change: Array, before: dict[str, np.ndarray], ready: Callable[[], None] | None) -> int:
         """Runs in the background. Returns the payload bytes sent."""
-        use_own_stream(change)
         if ready:
             ready()
         if not self._world.elastic:
-            sent = self._world.reduce(change, self._size, self._reducer)
-            finish(change)
-            return sent
+            return self._world.reduce(change, self._size, self._reducer)
         if self._world.suspended:
             raise PeerLost("an earlier exchange was interrupted")
         before |= self._reducer.state() or {"none": np.zeros(0)}
         try:
             sent = self._world.reduce(change, self._size, self._reducer)
-            finish(change)
             self._world.confirm()
         except PeerLost:
             self._world.lost()

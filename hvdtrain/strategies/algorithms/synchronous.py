@@ -20,6 +20,7 @@ Zhang et al., "Poseidon: an efficient communication architecture for distributed
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -124,17 +125,21 @@ class Synchronous(Strategy):
         number = len(self._pending)
         # `step`, which follows at once, sums the last one: handing it to the thread would take longer.
         if bucket == self._complete[number] and number < len(self._buckets) - 1:
-            self._pending.append(self._thread.submit(self._in_background, number, vector, self._copies))
+            work = functools.partial(self._sum, number, vector, self._copies)
+            self._pending.append(self._thread.submit(self._in_background, vector, work))
             self._copies = []
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         return self._summed(replica, replica.vector(), lr, clock)
 
-    def _in_background(self, number: int, vector: Array, copies: Sequence[Callable[[], None]]) -> int:
+    @staticmethod
+    def _in_background(vector: Array, work: Callable[[], int]) -> int:
+        """Do work on a vector in the thread. When it ends, also by an error, the GPU has done its part."""
         use_own_stream(vector)
-        sent = self._sum(number, vector, copies)
-        finish(vector)
-        return sent
+        try:
+            return work()
+        finally:
+            finish(vector)
 
     def _summed(self, replica: Vectors, vector: Array, lr: float, clock: Clock) -> Exchanged:
         with clock.span("communication"):

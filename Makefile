@@ -6,7 +6,7 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all lint bench bench-network bench-backends bench-strategies bench-plan bench-stages \
-	bench-scripts chaos horovod-suite install-matrix gpu-check docs clean
+	bench-scripts bench-coding chaos horovod-suite install-matrix gpu-check docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -47,6 +47,9 @@ bench-network: setup  ## allreduce over virtual hosts against the network limit 
 
 bench-backends: setup  ## the TCP backend, Gloo and Open MPI over virtual hosts (root): BENCH_ARGS='--rates 100mbit --hosts 4'
 	. .venv/bin/activate && python tools/bench_backends.py $(BENCH_ARGS)
+
+bench-coding: setup  ## processor time of each reducer's coding, beside a copy: BENCH_ARGS='--reducers int8'
+	. .venv/bin/activate && python tools/bench_coding.py $(BENCH_ARGS)
 
 bench-strategies: setup  ## every strategy to a test accuracy at 10, 100, 1000 Mbit/s (root): BENCH_ARGS='--set seed=1'
 	. .venv/bin/activate && hvdtrain sweep strategies $(BENCH_ARGS)

@@ -21,7 +21,7 @@ def test_each_case_is_measured_with_each_backend() -> None:
     cases = [(1, "sum-1"), (1, "sum-1000"), (1, "pairs-100"), (2, "sum-1"), (2, "sum-1000")]
     assert [(row["ranks_per_host"], row["operation"]) for row in rows] == cases
     for row in rows:
-        for backend in ("tcp", "gloo", "mpi"):
+        for backend in ("tcp", "over_mpi", "gloo", "mpi"):
             # A queue lets a burst through, which shortens small transfers.
             assert row[f"{backend}_s"] > (row["limit_s"] / 1.2 if row["operation"] == "sum-1000" else 0), row
             assert row[f"{backend}_cpu_s"] > 0, row

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.strategies.cost import Cost
-from hvdtrain.strategies.reducers import quantize
+from hvdtrain.strategies.reducers import cast, compiled, quantize
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -23,12 +23,13 @@ def sent_bytes(numbers: int, hosts: int, bits: int) -> float:
     return Cost(phases=quantize.sum_phases(numbers, hosts, bits)).sent_bytes
 
 
-def totals(inputs: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the sum, the included part of each host, and the bytes that each host sends."""
+def totals(inputs: np.ndarray, bits: int, rest: bool = False) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return the sum, the included part of each host (or the rest), and the bytes that each host sends."""
 
     def host(hosts: Any) -> tuple[np.ndarray, np.ndarray, int]:
-        values = inputs[hosts.index].copy()
-        own = quantize.quantized_sum(values, hosts, bits)
+        own = inputs[hosts.index].copy()
+        values = np.empty_like(own)
+        quantize.quantized_sum(own, values, hosts, bits, rest=rest)
         return values, own, hosts.sent_bytes
 
     results = fake_hosts.run(len(inputs), host)
@@ -53,6 +54,38 @@ def test_included_parts_add_up_to_the_result(size: int, hosts: int, bits: int, s
     half_a_step = 0.51 / (2 ** (bits - 1) - 1) * largest + 2 * float(quantize.TINY)
     np.testing.assert_allclose(out, exact, atol=(hosts + 1) * half_a_step + 1e-6 * largest, rtol=0)
     assert sent == sent_bytes(size, hosts, bits)
+    again, rest, _ = totals(inputs, bits, rest=True)
+    assert np.array_equal(again, out)
+    assert np.array_equal(rest, inputs - own)
+
+
+@settings(max_examples=80)
+@given(
+    size=st.integers(0, 3 * 64 * quantize.AT_ONCE),
+    bits=st.sampled_from([8, 4]),
+    bad=st.sampled_from([0.0, np.nan, -np.inf, 1e-37, 3e38]),
+    seed=st.integers(0, 999),
+)
+def test_compiled_and_numpy_give_the_same_bits(size: int, bits: int, bad: float, seed: int) -> None:
+    assert compiled.loops(), "needs a C compiler"
+    rng = np.random.default_rng(seed)
+    values = normal(seed, size) * np.float32(10.0) ** rng.integers(-3, 4, size).astype(np.float32)
+    values[: size // 3 : 50] = bad
+    blocks, results = -(-size // quantize.LENGTH) + 2, []
+    for loops in (compiled.loops, lambda: None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compiled, "loops", loops)
+            message = quantize.encode(values, blocks, bits)
+            decoded = [values.copy() for _ in range(3)]
+            for how in (compiled.SET, compiled.ADD, compiled.SUBTRACT):
+                quantize.decode(message, decoded[how], bits, how)
+            quantize.decode(message[: 4 * blocks + size], cut := np.empty_like(values), 8)
+            halves = np.empty(size + 1, np.uint16)
+            cast.encode(values, halves)
+            cast.decode(halves.view(np.uint8), wide := values.copy(), compiled.ADD)
+        results.append([message, *decoded, halves, wide, *([cut] if bits == 8 else [])])
+    for one, other in zip(*results, strict=True):
+        assert np.array_equal(one, other, equal_nan=one.dtype == np.float32)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -380,7 +380,7 @@ def test_a_blocked_send_is_waiting() -> None:
 
     at_once([functools.partial(run, stage) for stage in range(2)])
     at_once([pipe.shut_down for pipe in pipes])
-    assert pipes[0].waited_s > 0.5
+    assert pipes[0].waited_s > 0.1
 
 
 def test_layers_are_timed_per_sample() -> None:

@@ -86,6 +86,13 @@ def test_ranks_sum_as_numpy_does_and_send_the_expected_bytes(ranks: int, per_hos
     assert report["broadcast"] == [[1, 2], [3, 0]]
 
 
+@pytest.mark.parametrize(("ranks", "per_host"), [(3, 1), (4, 2)])
+def test_mpi_between_hosts_gives_the_same_bits(ranks: int, per_host: int) -> None:
+    words = [str(PROGRAMS / "tcp_ranks.py"), str(per_host)]
+    tcp, mpi = (document(launch(ranks, [*words, *backend], "mpirun")) for backend in ([], ["mpi"]))
+    assert mpi == tcp
+
+
 @pytest.mark.parametrize(
     ("engine", "error", "dying"),
     [("tcp", "PeerLost", 0), ("tcp", "PeerLost", 3), ("calls", "HorovodInternalError", 0)],

@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Compare the TCP backend with Gloo (torch.distributed) and Open MPI (mpi4py) on virtual hosts with throttled links.
 
+`over_mpi` is `--backend mpi`: the TCP backend's algorithms, whose messages between hosts MPI carries.
+
     sudo make bench-backends BENCH_ARGS='--rates 100mbit --hosts 4 --ranks-per-host 1,4'
     sudo make bench-backends BENCH_ARGS='--quick --hosts 2 --operations sum-1,pairs-40 --json'
 
@@ -8,7 +10,7 @@ An operation is sum-KB, a float32 sum over all ranks, or pairs-KB, in which each
 host. The TCP backend sums the vectors of a host's ranks first; Gloo and Open MPI get one flat operation over all ranks,
 as their users would call it. Pairs are measured with one rank per host, because only one rank per host takes part.
 
-Every rank connects all three backends, and each repetition runs them in turn. Seconds are the median over repetitions
+Every rank connects all four, and each repetition runs them in turn. Seconds are the median over repetitions
 of the slowest rank's time; CPU seconds are the median of all ranks' processor time together. `limit_s` is the time that
 the network needs at 0.936 of the rate, TCP's share with both directions busy. A CPU limit gives each host an equal part
 of this machine's cores. Needs root.
@@ -17,6 +19,7 @@ of this machine's cores. Needs root.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import socket
@@ -42,7 +45,7 @@ from hvdtrain.system.commands import need_root  # noqa: E402
 from hvdtrain.system.exits import Failure  # noqa: E402
 from hvdtrain.system.rates import goodput_both_ways, show_rate  # noqa: E402
 
-BACKENDS = ("tcp", "gloo", "mpi")
+BACKENDS = ("tcp", "over_mpi", "gloo", "mpi")
 OPERATIONS = ("sum-1", "sum-5340", "pairs-40", "pairs-667")
 REPEAT_S = 6.0
 """Seconds that the repetitions of one operation may take per backend"""
@@ -79,16 +82,18 @@ def rank_program(work: Sequence[tuple[str, int]]) -> None:
     from mpi4py import MPI
 
     from hvdtrain.comm.backends.ddp import DdpCommunicator
+    from hvdtrain.comm.backends.mpi import MpiCommunicator
     from hvdtrain.comm.backends.tcp import TcpCommunicator
     from hvdtrain.comm.launch_env import launch_env
     from hvdtrain.comm.rendezvous import join
 
     torch.set_num_threads(1)
     rendezvous, endpoint = join(launch_env()), Endpoint(socket.gethostname(), "eth0")
-    ours, gloo = TcpCommunicator(rendezvous, endpoint), DdpCommunicator(rendezvous, endpoint, gpu=False)
+    ours, over_mpi = TcpCommunicator(rendezvous, endpoint), MpiCommunicator(rendezvous, endpoint)
+    gloo = DdpCommunicator(rendezvous, endpoint, gpu=False)
 
-    def sum_tcp(vector: np.ndarray) -> np.ndarray:
-        ours.reduce(vector)
+    def sum_ours(ranks: TcpCommunicator, vector: np.ndarray) -> np.ndarray:
+        ranks.reduce(vector)
         return vector
 
     def sum_gloo(vector: np.ndarray) -> np.ndarray:
@@ -99,10 +104,10 @@ def rank_program(work: Sequence[tuple[str, int]]) -> None:
         MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, vector)
         return vector
 
-    def pairs_tcp(parts: np.ndarray) -> Sequence[np.ndarray]:
-        assert ours.leaders is not None
-        ours.leaders.max_message_bytes = parts.nbytes
-        return ours.leaders.all_to_all(list(parts), even=True)
+    def pairs_ours(ranks: TcpCommunicator, parts: np.ndarray) -> Sequence[np.ndarray]:
+        assert ranks.leaders is not None
+        ranks.leaders.max_message_bytes = parts.nbytes
+        return ranks.leaders.all_to_all(list(parts), even=True)
 
     def pairs_gloo(parts: np.ndarray) -> Sequence[np.ndarray]:
         dist.all_to_all_single(torch.from_numpy(received := np.empty_like(parts)), torch.from_numpy(parts))
@@ -112,8 +117,11 @@ def rank_program(work: Sequence[tuple[str, int]]) -> None:
         MPI.COMM_WORLD.Alltoall(parts, received := np.empty_like(parts))
         return list(received)
 
-    sums: dict[str, Callable[[np.ndarray], Any]] = {"tcp": sum_tcp, "gloo": sum_gloo, "mpi": sum_mpi}
-    pairs: dict[str, Callable[[np.ndarray], Any]] = {"tcp": pairs_tcp, "gloo": pairs_gloo, "mpi": pairs_mpi}
+    mine = {"tcp": ours, "over_mpi": over_mpi}
+    sums: dict[str, Callable[[np.ndarray], Any]] = {"gloo": sum_gloo, "mpi": sum_mpi}
+    pairs: dict[str, Callable[[np.ndarray], Any]] = {"gloo": pairs_gloo, "mpi": pairs_mpi}
+    sums |= {name: functools.partial(sum_ours, ranks) for name, ranks in mine.items()}
+    pairs |= {name: functools.partial(pairs_ours, ranks) for name, ranks in mine.items()}
 
     def timed(backend: str, kind: str, nbytes: int) -> tuple[float, float]:
         """Return this rank's seconds and CPU seconds for one operation, after checking its result."""

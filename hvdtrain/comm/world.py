@@ -17,6 +17,7 @@ from typing import Any, cast
 from hvdtrain.comm import lifecycle
 from hvdtrain.comm.backends.base import Communicator, Endpoint, Rendezvous
 from hvdtrain.comm.backends.horovod import HorovodCommunicator
+from hvdtrain.comm.backends.mpi import MpiCommunicator
 from hvdtrain.comm.backends.tcp import TcpCommunicator
 from hvdtrain.comm.elastic import ElasticCommunicator, ViewRendezvous, unsupported
 from hvdtrain.comm.elastic import join as join_elastic
@@ -29,9 +30,11 @@ from hvdtrain.sentinel.waiting import LIMIT_S
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
+VARIABLE = "HVDTRAIN_BACKEND"
 Backend = str
 """horovod, or a key of BACKENDS"""
 BUILT_IN = ("horovod", "native", "tcp")
+"""What a strategy may need; mpi takes the place of tcp"""
 
 
 def _native(framework: str, rendezvous: Rendezvous, endpoint: Endpoint, gpu: bool) -> Communicator:
@@ -51,9 +54,14 @@ def _tcp(_: str, rendezvous: Rendezvous, endpoint: Endpoint, gpu: bool) -> Commu
     return TcpCommunicator(rendezvous, endpoint) if rendezvous.size > 1 else Communicator()
 
 
+def _mpi(_: str, rendezvous: Rendezvous, endpoint: Endpoint, gpu: bool) -> Communicator:
+    return MpiCommunicator(rendezvous, endpoint) if rendezvous.size > 1 else Communicator()
+
+
 BACKENDS: dict[Backend, Callable[[str, Rendezvous, Endpoint, bool], Communicator]] = {
     "native": _native,
     "tcp": _tcp,
+    "mpi": _mpi,
 }
 """Functions (framework, rendezvous, endpoint, gpu) that connect ranks which have found each other, by name.
 
@@ -68,6 +76,8 @@ class RankGroup:
     sentinel: Sentinel | None
     """None for a single process"""
     endpoint: Endpoint
+    between_hosts: Backend = dataclasses.field(default_factory=lambda: os.environ.get(VARIABLE) or "tcp")
+    """What connects the hosts for strategies that need `tcp`: tcp or mpi"""
 
     @classmethod
     def watched(cls, rendezvous: Rendezvous, stall_limit_s: float = LIMIT_S) -> RankGroup:
@@ -131,6 +141,10 @@ class RankGroup:
         if backend == "horovod":
             communicator = cast(Communicator, self.rendezvous)
         else:
+            if backend == "tcp":
+                backend = self.between_hosts
+            if backend not in BACKENDS:
+                raise Failure(f"{VARIABLE} is {backend!r}; hint: use tcp or mpi", exits.BAD_CONFIG)
             communicator = BACKENDS[backend](framework, self.rendezvous, self.endpoint, gpu)
         communicator.use_group(self, framework, owned=owned)
         return communicator

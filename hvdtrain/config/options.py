@@ -127,6 +127,11 @@ class Communication:
     `--strategy help` lists all of them, `--strategy help:NAME` explains one. auto chooses one before step 0, and
     again when steps take another time. auto:exact keeps sums exact, auto:within=0.3 limits the recorded loss of
     accuracy to 0.3 points."""
+    backend: Literal["tcp", "mpi"] = "tcp"
+    """What connects the hosts
+
+    tcp: hvdtrain's own connections. mpi: the MPI that started the ranks, for its fabrics, or where only MPI may connect
+    hosts. For strategies on hvdtrain's TCP backend; not with --elastic or --stages."""
     shares: str | None = None
     """Unequal shares of each batch: measured, or e.g. 3:1
 
@@ -270,6 +275,7 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
         *("epoch_samples", "clip_norm", "ema", "compile", "threads"),
         *("stages", "micro_batches", "cut_at", "stage_across", "stage_order", "activations"),
         *(
+            "backend",
             "buckets",
             "stall_limit",
             "check_replicas",

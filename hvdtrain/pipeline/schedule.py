@@ -216,9 +216,8 @@ def packed(array: np.ndarray, coding: Coding) -> np.ndarray:
     flat = np.ascontiguousarray(array).reshape(-1)
     if coding == "bf16":
         return to_bf16(flat)
-    whole = np.pad(flat, (0, -flat.size % quantize.LENGTH)) if flat.size % quantize.LENGTH else flat
-    message = quantize.encode(whole.reshape(-1, quantize.LENGTH), 8)
-    return message[: message.size - (whole.size - flat.size)]
+    blocks = -(-flat.size // quantize.LENGTH)
+    return quantize.encode(flat, blocks, 8)[: 4 * blocks + flat.size]
 
 
 def unpacked(message: np.ndarray, shape: tuple[int, ...], coding: Coding) -> np.ndarray:
@@ -227,10 +226,9 @@ def unpacked(message: np.ndarray, shape: tuple[int, ...], coding: Coding) -> np.
         return message.view(np.float32).reshape(shape)
     if coding == "bf16":
         return from_bf16(message.view(np.uint16)).reshape(shape)
-    blocks = np.empty((-(-message.size // (4 + quantize.LENGTH)), quantize.LENGTH), np.float32)
-    numbers = message.size - 4 * len(blocks)
-    quantize.decode(np.pad(message, (0, blocks.size - numbers)) if blocks.size > numbers else message, blocks, 8)
-    return blocks.reshape(-1)[:numbers].reshape(shape)
+    numbers = np.empty(message.size - 4 * -(-message.size // quantize.message_bytes(1, 8)), np.float32)
+    quantize.decode(message, numbers, 8)
+    return numbers.reshape(shape)
 
 
 def warm_up(schedule: Order, stage: int, stages: int, count: int) -> int:

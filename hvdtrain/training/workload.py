@@ -126,7 +126,7 @@ class Workload:
             local_rank=environment.local_rank,
             exclusive_gpu=config.shares is not None,
         )
-        group = self._find_ranks(exchange, stages, device)
+        group = dataclasses.replace(self._find_ranks(exchange, stages, device), between_hosts=config.backend)
         run_folder.check_alike(config, self.data.dataset.fingerprint, group)
         exchange = self._resolve(stages, group.measure_links())
         backend = "tcp" if stages.parted else exchange.capabilities.backend

@@ -1,6 +1,6 @@
-"""Every operation of the TCP backend on real ranks. Rank 0 prints the results as JSON. Used by test_tcp.py.
+"""Every operation of the TCP and MPI backends on real ranks. Rank 0 prints the results as JSON. Used by test_tcp.py.
 
-    tcp_ranks.py RANKS_PER_HOST
+    tcp_ranks.py RANKS_PER_HOST [mpi]
 
 One machine plays several hosts: each group of ranks has its own loopback address (127.0.0.1, 127.0.0.2, ...), and
 ranks with different addresses count as different hosts.
@@ -16,6 +16,7 @@ import sys
 import numpy as np
 
 from hvdtrain.comm.backends.base import Endpoint
+from hvdtrain.comm.backends.mpi import MpiCommunicator
 from hvdtrain.comm.backends.tcp import TcpCommunicator
 from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.comm.rendezvous import join
@@ -46,6 +47,7 @@ def summed(ranks: TcpCommunicator, dtype: str, size: int) -> dict:
         "size": size,
         "bytes": values.nbytes,
         "identical": len(set(digests)) == 1,
+        "sha256": digests[0],
         "error": max(errors),
         "sent_bytes": sent_bytes,  # to the network, and inside the host
     }
@@ -76,7 +78,8 @@ def main() -> None:
     per_host, environment = int(sys.argv[1]), launch_env()
     rendezvous = join(environment)
     address = f"127.0.0.{1 + environment.rank // per_host}"
-    ranks = TcpCommunicator(rendezvous, Endpoint(address, "lo", loopback=True))
+    made = MpiCommunicator if sys.argv[2:] == ["mpi"] else TcpCommunicator
+    ranks = made(rendezvous, Endpoint(address, "lo", loopback=True))
     sizes = (0, 1, 3, ranks.hosts_count - 1, 512, 513)
     cases = [*itertools.product(("float32", "float64", "int64"), sizes), *LARGE]
     report = {

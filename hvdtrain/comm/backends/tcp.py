@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -67,7 +68,7 @@ def _waits_for_receiver(nbytes: int, even: bool) -> bool:
 class TcpLeaderGroup(LeaderGroup):
     """The leaders, connected by one stream per pair. `streams[i]` leads to host i and is None for this host."""
 
-    def __init__(self, streams: Sequence[Stream | None]) -> None:
+    def __init__(self, streams: Sequence[Any]) -> None:
         self._streams = streams
         self.count = len(streams)
         self.index = list(streams).index(None)
@@ -151,9 +152,9 @@ class TcpCommunicator(Communicator):
             leader = machines.index(own)
             targets, expected = [leader], set[int]()
             if leader == self.rank:
-                targets = [rank for rank in leaders if rank < self.rank]
+                targets = [rank for rank in self._peers(leaders) if rank < self.rank]
                 expected = {rank for rank in range(self.size) if machines[rank] == own} - {self.rank}
-                expected |= {rank for rank in leaders if rank > self.rank}
+                expected |= {rank for rank in self._peers(leaders) if rank > self.rank}
             me = auth.Party(rendezvous.job_key, b"tcp", self.rank)
             connected, accepted = open_streams(ranks, me, targets, listener, expected, self.connect_s)
             streams = connected | accepted
@@ -163,12 +164,20 @@ class TcpCommunicator(Communicator):
         self.hosts_count = len(leaders)
         self._host_of = [leaders.index(machines.index(machine)) for machine in machines]
         """The host of each rank, as an index of `leaders`"""
-        self._leaders = TcpLeaderGroup(self._streams) if self._leader is None else None
+        self._leaders = self._leader_group(leaders)
         self._shared = share_memory(self._leader, self._members)
         self._gpu: SharedGpu | None = None
         self._gpu_bytes = 0
         """The longest vector for which the ranks of this host have tried to share a GPU's memory"""
         self._scratch = np.empty(0, np.float32)
+
+    def _peers(self, leaders: Sequence[int]) -> Sequence[int]:
+        """The leaders to which a leader opens streams."""
+        return leaders
+
+    def _leader_group(self, leaders: Sequence[int]) -> TcpLeaderGroup | None:
+        """The group of these leaders; None for other ranks. Collective."""
+        return TcpLeaderGroup(self._streams) if self.rank in leaders else None
 
     def _disconnect(self) -> None:
         # No wait: messages already sent still arrive, and a peer that waits for more notices that this rank is gone.

@@ -20,8 +20,10 @@ from array_api_compat import array_namespace
 from hvdtrain.comm.arrays import Array, empty, is_numpy, placed_like, same_place, to_host
 from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.strategies.cost import Cost, Shape, elements, two_phases
+from hvdtrain.strategies.reducers import compiled
 from hvdtrain.strategies.reducers.base import Reducer
 from hvdtrain.strategies.reducers.bfloat16 import from_bf16, to_bf16
+from hvdtrain.strategies.reducers.compiled import ADD, SET
 
 BLOCK = 1 << 15
 """Numbers converted at a time, so that intermediate arrays stay in the processor's cache"""
@@ -53,28 +55,35 @@ class BF16(Reducer):
             return to_host(messages[host])
 
         for _, received in leaders.all_to_all_streamed(encoded, even=True):
-            decode(placed_like(received, values), own, add=True)
+            decode(placed_like(received, values), own, ADD)
         for host, received in leaders.all_gather_streamed(encoded(leaders.index)):
             decode(placed_like(received, values), parts[host])
 
 
 def encode(values: Array, message: Array) -> None:
     """Write float32 numbers into a uint16 message of at least their size."""
+    message[len(values) :] = 0
+    if is_numpy(values) and (c := compiled.loops()):
+        return c.encode_bf16(values.ctypes.data, len(values), message.ctypes.data)
     at_once = BLOCK if is_numpy(values) else len(values)
     for begin in range(0, len(values), at_once):
         piece = values[begin : begin + at_once]
         message[begin : begin + len(piece)] = to_bf16(piece)
-    message[len(values) :] = 0
+    return None
 
 
-def decode(message: Array, values: Array, add: bool = False) -> None:
-    """Copy the float32 numbers of a message of bytes into `values`, or add them."""
+@np.errstate(over="ignore")
+def decode(message: Array, values: Array, how: int = SET) -> None:
+    """Set `values` to the float32 numbers of a message of bytes, or add these."""
+    if is_numpy(values) and (c := compiled.loops()):
+        return c.decode_bf16(message.ctypes.data, len(values), how, values.ctypes.data)
     at_once = BLOCK if is_numpy(values) else len(values)
     halves = message.view(array_namespace(message).uint16)
     for begin in range(0, len(values), at_once):
         piece = values[begin : begin + at_once]
         numbers = from_bf16(halves[begin : begin + len(piece)])
-        if add:
+        if how == ADD:
             piece += numbers
         else:
             piece[:] = numbers
+    return None

@@ -45,6 +45,7 @@ from hvdtrain.comm.arrays import Array, empty, is_numpy, moved, placed_like, sam
 from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.config.constraints import Checked, bounded
 from hvdtrain.strategies.cost import Cost, Phase, Shape, elements
+from hvdtrain.strategies.reducers import compiled
 from hvdtrain.strategies.reducers.base import Reducer
 from hvdtrain.strategies.reducers.matrices import Cut, payload, plan
 from hvdtrain.strategies.reducers.orthonormal import arranged, orthonormalise
@@ -93,9 +94,12 @@ class PowerSGD(Reducer):
         first, second = payload(cuts, whole)
         self._first: Array
         self._second: Array
+        self._own_p: Array
         self._own_q: Array
-        self._first, self._second, self._own_q = (np.zeros(n, np.float32) for n in (first, second, second))
-        """All P and the arrays sent whole; all Q; this host's part of all Q"""
+        self._first, self._second, self._own_p, self._own_q = (
+            np.zeros(n, np.float32) for n in (first, second, first, second)
+        )
+        """All P and the arrays sent whole; all Q; this host's parts of both sums"""
         self._error: Array = np.zeros(elements(self.shapes), np.float32)
         self._matrices = self._views(cuts)
         self._whole: Array = np.concatenate([np.arange(0), *(np.arange(span.start, span.stop) for span in whole)])
@@ -153,9 +157,10 @@ class PowerSGD(Reducer):
         self._move(values)
         self._error += values
         self._multiply()
-        included = quantized_sum(self._first, leaders, self._bits)
+        self._own_p[:] = self._first
+        quantized_sum(self._own_p, self._first, leaders, self._bits, rest=True)
         values[self._whole] = self._first[self._dense]
-        self._error[self._whole] -= included[self._dense]
+        self._error[self._whole] = self._own_p[self._dense]
         if not self._matrices:
             return
         factors = self._first[: self._dense.start]
@@ -164,7 +169,8 @@ class PowerSGD(Reducer):
         xp = array_namespace(values)
         for matrix in self._matrices:
             xp.matmul(matrix.p, matrix.m, out=matrix.q)
-        self._own_q[:] = quantized_sum(self._second, leaders, self._bits)
+        self._own_q[:] = self._second
+        quantized_sum(self._own_q, self._second, leaders, self._bits, rest=False)
         for matrix in self._matrices:
             unpack(matrix, values[matrix.cut.span])
         for number, column in dependent:  # their Q is 0 and would stay 0
@@ -175,8 +181,9 @@ class PowerSGD(Reducer):
         """Keep all arrays where the vector is."""
         if same_place(self._error, like):
             return
-        self._first, self._second, self._own_q, self._error, self._whole = (
-            moved(each, like) for each in (self._first, self._second, self._own_q, self._error, self._whole)
+        self._first, self._second, self._own_p, self._own_q, self._error, self._whole = (
+            moved(each, like)
+            for each in (self._first, self._second, self._own_p, self._own_q, self._error, self._whole)
         )
         self._matrices = self._views([matrix.cut for matrix in self._matrices])
 
@@ -235,7 +242,11 @@ def product(p: Array, q: Array, out: Array, term: Array) -> None:
 
     The terms are rounded and added one by one, if there are at least two rows and two columns. `term`: scratch.
     """
-    if is_numpy(p) and einsum_rounds():  # three times as fast
+    if is_numpy(p) and (c := compiled.loops()):
+        if not out.flags.c_contiguous:
+            p, q, out = q, p, out.T
+        c.add_products(p.ctypes.data, q.ctypes.data, len(p), p.shape[1], q.shape[1], out.ctypes.data)
+    elif is_numpy(p) and einsum_rounds():  # three times as fast
         np.einsum("ij,ik->jk", p, q, out=out)
     else:
         add_terms(p, q, out, term)

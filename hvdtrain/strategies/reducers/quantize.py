@@ -20,6 +20,7 @@ Tang et al., "DoubleSqueeze: parallel stochastic gradient descent with double-pa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,9 @@ from array_api_compat import array_namespace
 from hvdtrain.comm.arrays import Array, empty, is_numpy, moved, on_host, placed_like, to_host
 from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.strategies.cost import Cost, Phase, Shape, all_reduce, elements, two_phases
+from hvdtrain.strategies.reducers import compiled
 from hvdtrain.strategies.reducers.base import Reducer
+from hvdtrain.strategies.reducers.compiled import ADD, SET, SUBTRACT
 
 LENGTH = 64
 """Numbers in a block"""
@@ -39,44 +42,48 @@ TINY = 1.5e-36
 """1/127 of this is still a normal float32"""
 
 
-def quantized_sum(values: Array, leaders: LeaderGroup, bits: int) -> Array:
-    """Replace flat float32 `values` by their rounded sum over hosts, with the same bits on all; 32 bits: not rounded.
+def quantized_sum(own: Array, into: Array, leaders: LeaderGroup, bits: int, *, rest: bool) -> None:
+    """Write the rounded sum over hosts of flat float32 `own` to `into`, with the same bits on all.
 
-    Returns the part of this host's numbers that the sum includes.
+    32 bits: not rounded. Afterwards `own` is the part of this host's numbers that the sum includes, or with `rest` the
+    part that it lacks.
     """
-    xp, size = array_namespace(values), len(values)
+    xp, size = array_namespace(own), len(own)
     if bits == 32 or not size:
-        own = xp.asarray(values, copy=True)
-        on_host(values, leaders.all_reduce)
-        return own
+        into[:] = own
+        on_host(into, leaders.all_reduce)
+        if rest:
+            own[:] = 0
+        return
     index, blocks = leaders.index, blocks_per_owner(size, leaders.count)
-    parts = empty((leaders.count, blocks, LENGTH), values)
-    padded = xp.reshape(parts, (-1,))
-    padded[:size] = values
-    padded[size:] = 0
-    included, others = xp.empty_like(parts), xp.zeros_like(parts[index])
+    borders = [min(size, LENGTH * blocks * host) for host in range(leaders.count + 1)]
+    spans = [slice(begin, end) for begin, end in itertools.pairwise(borders)]
+    mine = spans[index]
+    others = xp.zeros_like(own[mine])
 
     def encoded(host: int) -> np.ndarray:
-        message = encode(parts[host], bits)
-        decode(message, included[host], bits)
+        message = encode(own[spans[host]], blocks, bits)
+        decode(message, own[spans[host]], bits, SUBTRACT if rest else SET)
         return to_host(message)
 
     for _, received in leaders.all_to_all_streamed(encoded, even=True):
-        decode(placed_like(received, values), others, bits, add=True)
-    parts[index] += others
-    for host, received in leaders.all_gather_streamed(to_host(encode(parts[index], bits))):
-        decode(placed_like(received, values), parts[host], bits)
-    xp.subtract(parts[index], others, out=included[index])
-    values[:] = padded[:size]
-    return xp.reshape(included, (-1,))[:size]
+        decode(placed_like(received, own), others, bits, ADD)
+    xp.add(own[mine], others, out=into[mine])
+    for host, received in leaders.all_gather_streamed(to_host(encode(into[mine], blocks, bits))):
+        decode(placed_like(received, own), into[spans[host]], bits)
+    xp.subtract(into[mine], others, out=others)
+    if rest:
+        own[mine] -= others
+    else:
+        own[mine] = others
 
 
 def sum_phases(numbers: int, hosts: int, bits: int) -> tuple[Phase, ...]:
     """Return the phases of `quantized_sum` for this number of numbers."""
     if bits == 32:
         return all_reduce(numbers, hosts)
-    message_bytes = blocks_per_owner(numbers, hosts) * (4 + LENGTH * bits // 8)
-    return two_phases(numbers, hosts, message_bytes, f"int{bits}")
+    each = message_bytes(blocks_per_owner(numbers, hosts), bits)
+    return two_phases(numbers, hosts, each, f"int{bits}")
 
 
 def blocks_per_owner(numbers: int, hosts: int) -> int:
@@ -85,41 +92,72 @@ def blocks_per_owner(numbers: int, hosts: int) -> int:
 
 
 @np.errstate(invalid="ignore")  # NaN is not an integer; the block's scale is NaN
-def encode(blocks: Array, bits: int) -> Array:
-    """Encode (n, LENGTH) float32 numbers as n scales followed by n x LENGTH integers, in one message of bytes."""
-    xp, size = array_namespace(blocks), LENGTH * bits // 8
-    message = empty(len(blocks) * (4 + size), blocks, "uint8")
-    scales, numbers = message_parts(message, len(blocks))
-    at_once = AT_ONCE if is_numpy(blocks) else len(blocks)
-    for begin in range(0, len(blocks), at_once):
-        some = blocks[begin : begin + at_once]
-        largest = xp.max(xp.abs(some), axis=1)
+def encode(values: Array, blocks: int, bits: int) -> Array:
+    """Encode flat float32 numbers, and zeros after them, in one message of bytes.
+
+    It consists of a scale for each block, followed by the blocks' integers.
+    """
+    xp = array_namespace(values)
+    message = empty(message_bytes(blocks, bits), values, "uint8")
+    if is_numpy(values) and (c := compiled.loops()):
+        scales, numbers = message[: 4 * blocks], message[4 * blocks :]
+        c.encode_integers(values.ctypes.data, len(values), blocks, bits, scales.ctypes.data, numbers.ctypes.data)
+        return message
+    if len(values) < LENGTH * blocks:
+        values = xp.concat([values, xp.zeros_like(empty(LENGTH * blocks - len(values), values))])
+    scales, numbers = message_parts(message, blocks)
+    whole = xp.reshape(values, (blocks, LENGTH))
+    for some in _pieces(values, blocks):
+        largest = xp.max(xp.abs(whole[some]), axis=1)
         largest[largest < TINY] = 0
         top = xp.full_like(largest, 2 ** (bits - 1) - 1)  # a GPU would multiply by the reciprocal of one number
-        scales[begin : begin + at_once] = largest / top
+        scales[some] = largest / top
         largest[largest == 0] = xp.inf
-        scaled = some * (top / largest)[:, None]
+        scaled = whole[some] * (top / largest)[:, None]
         integers = xp.astype(xp.round(scaled, out=scaled), xp.int8)
         if bits == 4:
             integers = integers[:, ::2] & 15 | integers[:, 1::2] << 4
-        numbers[begin : begin + at_once] = integers
+        numbers[some] = integers
     return message
 
 
 @np.errstate(invalid="ignore", over="ignore")
-def decode(message: Array, into: Array, bits: int, add: bool = False) -> None:
-    """Decode a message into (n, LENGTH) float32 numbers, or add it to them. Terms are rounded before they are added."""
-    xp = array_namespace(into)
-    scales, numbers = message_parts(message, len(into))
-    at_once = AT_ONCE if is_numpy(into) else len(into)
-    for begin in range(0, len(into), at_once):
-        integers, some = numbers[begin : begin + at_once], into[begin : begin + at_once]
+def decode(message: Array, into: Array, bits: int, how: int = SET) -> None:
+    """Decode the first numbers of a message into a flat array: set, add or subtract them, each rounded before.
+
+    The message may end with the last of these numbers.
+    """
+    xp, size = array_namespace(into), len(into)
+    blocks = -(-len(message) // message_bytes(1, bits))
+    if is_numpy(into) and (c := compiled.loops()):
+        scales, numbers = message[: 4 * blocks], message[4 * blocks :]
+        c.decode_integers(scales.ctypes.data, numbers.ctypes.data, size, bits, how, into.ctypes.data)
+        return
+    if missing := message_bytes(blocks, bits) - len(message):
+        message = xp.concat([message, xp.zeros_like(empty(missing, message, "uint8"))])
+    scales, numbers = message_parts(message, blocks)
+    for some in _pieces(into, blocks):
+        integers = numbers[some]
         if bits == 4:
-            integers = xp.reshape(xp.stack([integers << 4 >> 4, integers >> 4], axis=2), some.shape)
-        if add:
-            some += integers * scales[begin : begin + at_once, None]
+            integers = xp.reshape(xp.stack([integers << 4 >> 4, integers >> 4], axis=2), (-1, LENGTH))
+        target = into[LENGTH * some.start : LENGTH * some.stop]
+        terms = xp.reshape(integers * scales[some, None], (-1,))[: len(target)]
+        if how == SET:
+            target[:] = terms
+        elif how == ADD:
+            target += terms
         else:
-            xp.multiply(integers, scales[begin : begin + at_once, None], out=some)
+            target -= terms
+
+
+def _pieces(values: Array, blocks: int) -> list[slice]:
+    """The blocks that are converted at a time."""
+    at_once = AT_ONCE if is_numpy(values) else max(blocks, 1)
+    return [slice(begin, min(begin + at_once, blocks)) for begin in range(0, blocks, at_once)]
+
+
+def message_bytes(blocks: int, bits: int) -> int:
+    return blocks * (4 + LENGTH * bits // 8)
 
 
 def message_parts(message: Array, blocks: int) -> tuple[Array, Array]:
@@ -145,9 +183,8 @@ class Int8(Reducer):
 
     def all_reduce(self, values: Array, leaders: LeaderGroup) -> None:
         self._error = moved(self._error, values)
-        values += self._error
-        self._error[:] = values
-        self._error -= quantized_sum(values, leaders, self.bits)
+        self._error += values
+        quantized_sum(self._error, values, leaders, self.bits, rest=True)
 
     def state(self) -> dict[str, np.ndarray]:
         return {"error": to_host(self._error).copy()}

@@ -1,0 +1,113 @@
+"""The TCP backend's exchanges with MPI between hosts: `--backend mpi`.
+
+For fabrics that MPI drives (UCX, libfabric), and for sites where only MPI may connect hosts. Only the messages between
+leaders differ: the order of sums is that of `tcp`, and so are their bits. A lost host ends an MPI job, so elastic jobs
+need TCP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.comm.backends.base import Endpoint, Rendezvous
+from hvdtrain.comm.backends.tcp import TcpCommunicator, TcpLeaderGroup
+from hvdtrain.comm.rendezvous import MpiRendezvous
+from hvdtrain.sentinel import waiting
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
+
+TRIES = 20
+"""How often to look for a message before sleeping"""
+SLEEP_S = 20e-6
+"""MPI's own calls wait by polling, which takes the processor from the computation"""
+
+
+class MpiLeaderGroup(TcpLeaderGroup):
+    """The leaders, in an MPI communicator of their own, so that several groups and threads do not meet."""
+
+    def __init__(self, leaders: Any) -> None:
+        """`leaders`: a communicator of mpi4py."""
+        super().__init__([None if host == leaders.rank else host for host in range(leaders.size)])
+        self._mpi = leaders
+        self._unsent: list[tuple[Any, np.ndarray]] = []
+        """Sends that may not have ended, with copies of their messages"""
+
+    def _swap(
+        self, target: int | None, data: np.ndarray | None, source: int | None, into: np.ndarray | None = None
+    ) -> np.ndarray:
+        from mpi4py import MPI
+
+        self._unsent = [(request, copy) for request, copy in self._unsent if not request.Test()]
+        sending, received = None, np.empty(0, np.uint8) if into is None else into
+        if data is not None:
+            self.sent_bytes += data.nbytes
+            if source is None:
+                data = data.copy()  # the caller may change it before it is sent
+            sending = self._mpi.Isend(data.view(np.uint8), target)
+            if source is None:
+                self._unsent.append((sending, data))
+        if source is not None:
+            status = MPI.Status()
+            found = _poll(lambda: self._mpi.Improbe(source, status=status))
+            length = status.Get_count(MPI.BYTE)
+            if into is None:
+                if length > (most := self.max_message_bytes):
+                    raise RuntimeError(f"host {source} sent {length} bytes, but at most {most} may come")
+                received = np.empty(length, np.uint8)
+            elif length != into.nbytes:
+                raise RuntimeError(f"host {source} sent {length} bytes where {into.nbytes} were expected")
+            _poll(found.Irecv(received.view(np.uint8)).Test)
+            if sending is not None:
+                _poll(sending.Test)
+        return received
+
+
+class MpiCommunicator(TcpCommunicator):
+    """Ranks of a host connected by TCP on the loopback interface or shared memory, and leaders by MPI."""
+
+    library = "mpi"
+
+    def __init__(self, rendezvous: Rendezvous, endpoint: Endpoint) -> None:
+        """Raises Failure (78) if MPI has not started these ranks, or does not allow calls from several threads."""
+        if not isinstance(rendezvous, MpiRendezvous):
+            raise Failure(
+                "--backend mpi needs ranks that MPI started; hint: start them with launch/mpirun.sh, mpirun or srun, "
+                "without --elastic and --stages",
+                exits.BAD_CONFIG,
+            )
+        from mpi4py import MPI
+
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise Failure(
+                "--backend mpi: this MPI does not allow calls from several threads; hint: use --backend tcp",
+                exits.BAD_CONFIG,
+            )
+        super().__init__(rendezvous, endpoint)
+
+    def _peers(self, leaders: Sequence[int]) -> Sequence[int]:
+        return []
+
+    def _leader_group(self, leaders: Sequence[int]) -> TcpLeaderGroup | None:
+        from mpi4py import MPI
+
+        group = MPI.COMM_WORLD.Split(0 if self.rank in leaders else MPI.UNDEFINED, self.rank)
+        return MpiLeaderGroup(group) if self.rank in leaders else None
+
+
+def _poll(test: Callable[[], Any]) -> Any:
+    """Call `test` until it returns something true, and return that. Reports long waits to the sentinel."""
+    began, tries = time.monotonic(), 0
+    reported = began
+    while not (result := test()):
+        tries += 1
+        if tries > TRIES:
+            time.sleep(SLEEP_S)
+        if waiting.every_s is not None and (now := time.monotonic()) > reported + waiting.every_s:
+            reported = now
+            waiting.report_wait(now - began)
+    waiting.report_progress()
+    return result

@@ -1,0 +1,137 @@
+/* The inner loops of int8, int4 and bf16: the operations of `quantize` and `bfloat16`, in the same order, so with the
+   same bits. `compiled` builds this without contraction, which would round a product and a sum only once. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__GLIBC__)
+#define FOR_EACH_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define FOR_EACH_PROCESSOR
+#endif
+
+enum { LENGTH = 64 };
+enum { SET, ADD, SUBTRACT };
+static const float TINY = 1.5e-36f;
+
+/* `size` numbers in `blocks` blocks; the missing ones are 0. */
+FOR_EACH_PROCESSOR
+void encode_integers(const float *values, int64_t size, int64_t blocks, int bits, float *scales, uint8_t *message)
+{
+    const float top = bits == 8 ? 127 : 7;
+    float last[LENGTH] = {0};
+    for (int64_t block = 0; block < blocks; block++, values += LENGTH, size -= LENGTH) {
+        const float *some = values;
+        if (size < LENGTH) {
+            memset(last, 0, sizeof last);
+            if (size > 0)
+                memcpy(last, values, size * sizeof *last);
+            some = last;
+        }
+        int32_t pattern[LENGTH], most = 0;
+        int8_t whole[LENGTH];
+        memcpy(pattern, some, sizeof pattern);
+        for (int i = 0; i < LENGTH; i++) { /* as integers, magnitudes are in order, infinity and NaN last */
+            const int32_t magnitude = pattern[i] & 0x7fffffff;
+            most = magnitude > most ? magnitude : most;
+        }
+        float largest;
+        memcpy(&largest, &most, sizeof largest);
+        if (largest < TINY)
+            largest = 0;
+        scales[block] = largest / top;
+        const float factor = largest == 0 ? 0 : top / largest;
+        for (int i = 0; i < LENGTH; i++)
+            whole[i] = (int8_t)(int32_t)rintf(some[i] * factor);
+        if (bits == 8) {
+            memcpy(message, whole, LENGTH);
+            message += LENGTH;
+        } else {
+            for (int i = 0; i < LENGTH / 2; i++)
+                message[i] = (whole[2 * i] & 15) | (uint8_t)(whole[2 * i + 1] << 4);
+            message += LENGTH / 2;
+        }
+    }
+}
+
+static inline void combine(float *values, const int8_t *whole, float scale, int size, int how)
+{
+    if (how == ADD)
+        for (int i = 0; i < size; i++)
+            values[i] += whole[i] * scale;
+    else if (how == SUBTRACT)
+        for (int i = 0; i < size; i++)
+            values[i] -= whole[i] * scale;
+    else
+        for (int i = 0; i < size; i++)
+            values[i] = whole[i] * scale;
+}
+
+/* The message may end with the last of `size` numbers, inside a block. */
+FOR_EACH_PROCESSOR
+void decode_integers(const float *scales, const uint8_t *message, int64_t size, int bits, int how, float *values)
+{
+    int8_t whole[LENGTH] = {0};
+    for (int64_t block = 0; size > 0; block++, values += LENGTH, size -= LENGTH) {
+        const int present = size < LENGTH ? size : LENGTH;
+        if (bits == 8) {
+            memcpy(whole, message, present);
+            message += LENGTH;
+        } else {
+            for (int i = 0; i < (present + 1) / 2; i++) {
+                whole[2 * i] = (int8_t)(message[i] << 4) >> 4;
+                whole[2 * i + 1] = (int8_t)message[i] >> 4;
+            }
+            message += LENGTH / 2;
+        }
+        if (present == LENGTH)
+            combine(values, whole, scales[block], LENGTH, how);
+        else
+            combine(values, whole, scales[block], present, how);
+    }
+}
+
+FOR_EACH_PROCESSOR
+void encode_bf16(const uint32_t *values, int64_t size, uint16_t *message)
+{
+    for (int64_t i = 0; i < size; i++) {
+        const uint32_t number = values[i];
+        const uint32_t rounded = (number + 0x7fff + (number >> 16 & 1)) >> 16;
+        message[i] = (number & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded; /* the carry would turn some NaN into numbers */
+    }
+}
+
+FOR_EACH_PROCESSOR
+void decode_bf16(const uint16_t *message, int64_t size, int how, float *values)
+{
+    for (int64_t i = 0; i < size; i++) {
+        const uint32_t number = (uint32_t)message[i] << 16;
+        float value;
+        memcpy(&value, &number, sizeof value);
+        values[i] = how == ADD ? values[i] + value : value;
+    }
+}
+
+static inline void add_some(const float *p, const float *q, int64_t rank, int64_t rows, int64_t columns, int size, float *out)
+{
+    float sums[LENGTH] = {0};
+    for (int64_t i = 0; i < rank; i++)
+        for (int k = 0; k < size; k++)
+            sums[k] += p[i * rows] * q[i * columns + k];
+    memcpy(out, sums, size * sizeof *sums);
+}
+
+/* out[row][column] = sum of p[i][row] * q[i][column] over i, whose terms are rounded and added one by one. */
+FOR_EACH_PROCESSOR
+void add_products(const float *p, const float *q, int64_t rank, int64_t rows, int64_t columns, float *out)
+{
+    for (int64_t begin = 0; begin < columns; begin += LENGTH) { /* a piece of q stays in the cache */
+        const int64_t left = columns - begin;
+        for (int64_t row = 0; row < rows; row++)
+            if (left >= LENGTH)
+                add_some(p + row, q + begin, rank, rows, columns, LENGTH, out + row * columns + begin);
+            else
+                add_some(p + row, q + begin, rank, rows, columns, left, out + row * columns + begin);
+    }
+}

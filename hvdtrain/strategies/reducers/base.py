@@ -17,6 +17,7 @@ from hvdtrain.comm.arrays import Array, placed_like
 from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.config.constraints import Checked
 from hvdtrain.strategies.cost import Cost, Shape
+from hvdtrain.strategies.reducers import compiled
 
 
 class Reducer(abc.ABC):
@@ -39,6 +40,7 @@ class Reducer(abc.ABC):
         defaults."""
         self.shapes = [tuple(shape) for shape in shapes]
         self.settings = settings or self.Settings()
+        compiled.loops()  # compiles them now, not in a step
         self._residual_pending = False
         """Whether `load` may have restored a residual that a single host has to add to its next vector"""
 

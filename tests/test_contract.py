@@ -291,7 +291,7 @@ PATHS: dict[str, list[str]] = {
         *("list @", "show @", "show @manifest.json", "show run @"),
         *(f"{name} @" for name in RESULTS[1:]),
         *("plot time @ -o new.svg", "report @ -o new.html", "compare @ run", "compare run @"),
-        *("export run -o @", "export run --to tensorboard -o @"),
+        "export run -o @",
         *("plot time run -o @.svg", "report run -o @"),
     ],
     "launch mpirun": ["--dry-run --hostfile @ true"],

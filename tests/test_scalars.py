@@ -17,7 +17,6 @@ from conftest import ROOT, SMALL, failing, here
 from hvdtrain import records
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe import tensorboard as scalars
-from hvdtrain.results.__main__ import main
 from hvdtrain.training import observers
 
 
@@ -83,9 +82,6 @@ def test_tensorboard_shows_the_records_of_a_resumed_run_once(
     assert sorted(expected["step/loss"]) == list(range(60))
     assert {tag: shown.get(tag) for tag in expected} == expected
     assert not {"step/step", "step/warmup", "epoch/unix_s"} & set(shown)
-    for _ in range(2):  # a second export replaces the first
-        assert main(["export", str(run), "--to", "tensorboard", "-o", str(tmp_path / "logs")]) == 0
-    assert drawn(tmp_path / "logs" / "run") == shown, "an export has the same points"
     other = observers.writer(TrainConfig(tensorboard=True), run, rank=1)
     other.close()
     assert type(other) is records.Writer

@@ -209,8 +209,6 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation | Launcher]] = {
 }
 GROUPS = {"train": TRAIN, "launch": LAUNCH, "data": DATA}
 """Command groups and their help"""
-MOVED = dict.fromkeys(("caption", "tabular", "resnet"), "`hvdtrain predict RUN INPUT...`")
-"""Earlier names of commands, for one release"""
 SHELLS = ("bash", "zsh")
 HELP: tuple[list[str], ...] = ([], ["--help"], ["-h"])
 
@@ -292,8 +290,6 @@ def command(arguments: list[str]) -> int:
             return entry.run(arguments[len(words) :])
     listed = [" ".join(words) for words in known] + [each for each in GROUPS if not group]
     name = " ".join(arguments[: 2 if group else 1])
-    if name in MOVED:
-        raise Failure(f"hvdtrain {name} is gone; hint: {MOVED[name]} (see hvdtrain predict --help)", exits.USAGE)
     raise Failure(f"unknown command {name!r}{near(name, listed)} (known: {', '.join(listed)})", exits.USAGE)
 
 

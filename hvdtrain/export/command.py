@@ -3,7 +3,7 @@
 examples:
   hvdtrain export results/RUN --to torch -o model.pt2
   hvdtrain export results/RUN --to onnx -o model.onnx
-  hvdtrain export results/RUN --to keras -o model.keras --json
+  hvdtrain export results/RUN --to safetensors -o model.safetensors --json
 
 Every format works for runs of both frameworks, and uses the best checkpoint. The model takes raw inputs and
 preprocesses them as in training. A safetensors file contains only arrays; its metadata describe the preprocessing.
@@ -43,17 +43,12 @@ class Format:
     """Framework that the writer needs"""
     packages: tuple[str, ...] = ()
     """Other packages that the writer needs, of the extra `export`"""
-    ending: str = ""
-    """Ending that the library requires of the file's name"""
-    is_folder: bool = False
 
 
 FORMATS = {
     "torch": Format(writer="torch_program.save_program", framework="torch"),
     "safetensors": Format(writer="arrays.save_arrays"),
     "onnx": Format(writer="torch_program.save_onnx", framework="torch", packages=("onnx", "onnxscript", "onnxruntime")),
-    "keras": Format(writer="keras_model.save_keras", framework="tensorflow", ending=".keras"),
-    "savedmodel": Format(writer="keras_model.save_savedmodel", framework="tensorflow", is_folder=True),
 }
 
 
@@ -63,7 +58,7 @@ def main(arguments: list[str]) -> int:
     chosen, out = FORMATS[options.to], options.out
     check(options.to, out)
     source = open_run(options.run, options.weights)
-    with files.writing(out, "give a new file in a folder that is writable", folder=chosen.is_folder) as part:
+    with files.writing(out, "give a new file in a folder that is writable") as part:
         if chosen.framework:
             trained.begin(chosen.framework)
         module, function = chosen.writer.split(".")
@@ -75,9 +70,7 @@ def main(arguments: list[str]) -> int:
 def parser() -> Parser:
     one = Parser(prog="hvdtrain export", description=__doc__)
     one.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
-    one.add_argument(
-        "--to", choices=FORMATS, required=True, help="format; savedmodel is a folder, the others are files"
-    )
+    one.add_argument("--to", choices=FORMATS, required=True, help="format")
     one.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="file to create; must not exist")
     one.add_argument("--weights", metavar="FILE", help="VGG16 weights, if the file has moved since the run")
     one.add_argument("--json", action="store_true", help="print one JSON document")
@@ -85,11 +78,9 @@ def parser() -> Parser:
 
 
 def check(name: str, out: Path) -> None:
-    """Raises Failure if this format cannot be written here: 2 for the file's name, 69 for a missing package, 73 if the
-    file exists, 78 for a missing framework."""
+    """Raises Failure if this format cannot be written here: 69 for a missing package, 73 if the file exists, 78 for a
+    missing framework."""
     chosen = FORMATS[name]
-    if not out.name.endswith(chosen.ending):
-        raise Failure(f"-o {out}: Keras requires a name that ends with {chosen.ending}", exits.USAGE)
     if os.path.lexists(out):
         raise Failure(f"{out} exists; hint: remove it, or choose another file", exits.CANNOT_WRITE)
     if chosen.framework:
@@ -102,8 +93,7 @@ def check(name: str, out: Path) -> None:
 
 def show(source: Source, options: Any) -> None:
     """Prints the result: a line for people, or a JSON document."""
-    out = options.out
-    size = sum(file.stat().st_size for file in (out.rglob("*") if out.is_dir() else [out]) if file.is_file())
+    out, size = options.out, options.out.stat().st_size
     about = source.about(complete=options.to != "safetensors")
     if options.json:
         kept = {name: about[name] for name in KEPT_KEYS if name in about}

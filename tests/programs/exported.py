@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,17 +35,7 @@ def onnx(path: Path) -> Loaded:
     return lambda inputs: session.run(None, {given.name: inputs}), about
 
 
-def keras(path: Path) -> Loaded:
-    model = importlib.import_module("keras").models.load_model(path)
-    return model, zipfile.ZipFile(path).read("hvdtrain.json").decode()
-
-
-def savedmodel(path: Path) -> Loaded:
-    model = importlib.import_module("tensorflow").saved_model.load(path)
-    return lambda inputs: model.serve(inputs), (path / "assets.extra" / "hvdtrain.json").read_text()
-
-
-LOADERS = {".pt2": torch, ".onnx": onnx, ".keras": keras, ".savedmodel": savedmodel}
+LOADERS = {".pt2": torch, ".onnx": onnx}
 
 
 def arrays(outputs: Any) -> list[np.ndarray]:
@@ -55,7 +44,6 @@ def arrays(outputs: Any) -> list[np.ndarray]:
 
 
 def main() -> None:
-    # PyTorch's first: with a CUDA build it loads triton, which crashes a process that has loaded TensorFlow
     for path in (path for suffix in LOADERS for path in Path(sys.argv[1]).glob(f"*{suffix}")):
         run, about = LOADERS[path.suffix](path)
         inputs = np.load(path.with_suffix(".npy"))

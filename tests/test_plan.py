@@ -21,8 +21,8 @@ from runs import make, read_run
 from thread_ranks import at_once, meetings, reach
 
 from hvdtrain import cli, strategies
-from hvdtrain.comm.backends.base import Communicator
-from hvdtrain.comm.world import RankGroup
+from hvdtrain.comm.backends.base import Communicator, RankGroup
+from hvdtrain.comm.world import connect
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.models.resnet import ResNetSpec, parameters
@@ -533,7 +533,7 @@ def test_hosts_of_one_name_are_several_hosts() -> None:
     links = [{"host": name, "address": each.address, "goodput_to": name, "goodput_mbit": 9.0} for each in places]
 
     def chosen(rank: int) -> choice.Chosen:
-        ranks = RankGroup(room[rank], None, places[rank]).connect("torch", backend="tcp")
+        ranks = connect("torch", backend="tcp", group=RankGroup(room[rank], None, places[rank]))
         found = choice.choose(made(), ranks, [parse("hierarchical"), parse("powersgd:rank=4")], 64, None, links)
         ranks.shutdown()
         return found

@@ -44,7 +44,8 @@ from test_resnet_train import assert_same_arrays, newest_arrays, started, wait_f
 from thread_ranks import ThreadRendezvous, at_once, meetings, reach
 
 from hvdtrain import strategies
-from hvdtrain.comm.world import RankGroup, connect
+from hvdtrain.comm.backends.base import RankGroup
+from hvdtrain.comm.world import connect
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.models.resnet import ResNetSpec, parameters

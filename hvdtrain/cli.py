@@ -197,7 +197,6 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation | Launcher]] = {
         Preparation("vgg16", "models.vgg16_weights", "Vgg16Config", "import_weights", VGG16),
     ),
     ("predict",): ("use a trained model: classes, captions, forecasts, scores", Part("inference.command")),
-    ("export",): ("write a trained model as a file for other programs", Part("export.command")),
     ("cluster",): ("virtual hosts on this machine: up, down, status, exec, shell, hostfile", Part("lab.__main__")),
     ("throttle",): ("limit the bandwidth of links, show, verify and clear the limits", Part("lab.throttle.__main__")),
     ("doctor",): ("find problems that would make a job hang or crawl", Part("doctor.__main__")),

@@ -212,8 +212,8 @@ JSON = {
     **{f"results {name}": "." for name in RESULTS},
     **dict.fromkeys(WORKLOADS, "--dry-run"),
 }
-JSON_ELSEWHERE = {"predict", "export", "cluster status"}
-"""These need a trained model or a cluster; see test_caption, test_export, test_tabular and test_cluster"""
+JSON_ELSEWHERE = {"predict", "cluster status"}
+"""These need a trained model or a cluster; see test_caption, test_predict, test_tabular and test_cluster"""
 
 
 def test_all_json_flags_are_tested() -> None:
@@ -273,7 +273,6 @@ PATHS: dict[str, list[str]] = {
         "--dry-run --weights @",
     ],
     "predict": ["run @", "@ x.png"],
-    "export": ["@ --to safetensors -o new", "run --to safetensors -o @"],
     "data images": [
         "@ new --size 4x4 --workers 1",
         "photos @ --size 4x4 --workers 1",
@@ -300,7 +299,6 @@ PATHS: dict[str, list[str]] = {
 PATHS_ELSEWHERE = {
     ("predict", "--weights"),
     ("predict", "--out"),
-    ("export", "--weights"),
     ("doctor", "--run-dir"),
     ("sweep", "--root"),
 }

@@ -38,8 +38,6 @@ COMMANDS = {
     "hvdtrain predict results/captions --split test --limit 2": (),
     "hvdtrain predict results/tabular one.csv --out answers.csv": (),
     "hvdtrain predict results/a photos/cats": (),
-    "hvdtrain export results/a --to torch -o model.pt2": (),
-    "hvdtrain export results/a --to safetensors -o model.safetensors": (),
     "hvdtrain cluster status --name first": (69,),  # there is none
     "hvdtrain throttle 10mbit --dev lo --force --dry-run": (),
     "hvdtrain doctor --quick": (),

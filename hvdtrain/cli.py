@@ -8,7 +8,6 @@ import importlib.util
 import json
 import sys
 from argparse import ArgumentParser
-from pathlib import Path
 from typing import Any, NoReturn
 
 from hvdtrain import __version__
@@ -16,7 +15,7 @@ from hvdtrain.config.options import TrainConfig
 from hvdtrain.config.parser import OptionParser, parse
 from hvdtrain.launch import __main__ as launch
 from hvdtrain.system import exits
-from hvdtrain.system.arguments import Parser, near
+from hvdtrain.system.arguments import near
 from hvdtrain.system.exits import Failure
 
 TRAIN = """Train a model. `hvdtrain train resnet ...` is the same as `python -m hvdtrain.resnet ...`.
@@ -208,7 +207,6 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation | Launcher]] = {
 }
 GROUPS = {"train": TRAIN, "launch": LAUNCH, "data": DATA}
 """Command groups and their help"""
-SHELLS = ("bash", "zsh")
 HELP: tuple[list[str], ...] = ([], ["--help"], ["-h"])
 
 
@@ -237,34 +235,8 @@ def usage(group: str = "") -> str:
     more = "For help on a command, run it with --help."
     if not group:
         listed = {("train", "WORKLOAD"): "train a model (`hvdtrain train` lists the workloads)", **listed}
-        more += '\nFor completion in your shell: eval "$(hvdtrain --print-completion bash)" (or zsh)'
     lines = [f"  hvdtrain {' '.join(words):<17} {about}" for words, about in listed.items()]
     return "\n".join([GROUPS.get(group, "hvdtrain: distributed training over ordinary networks\n"), *lines, "", more])
-
-
-def completion(shell: str) -> str:
-    """A shell script that completes commands, flags and files. Raises Failure (2, 69)."""
-    if shell not in SHELLS:
-        raise Failure(f"--print-completion{shell and ' '}{shell}: choose one of {', '.join(SHELLS)}", exits.USAGE)
-    try:
-        import shtab
-    except ImportError:
-        raise Failure("--print-completion needs shtab; hint: pip install shtab", exits.UNREACHABLE) from None
-
-    top = Parser(prog="hvdtrain", description="Distributed training over ordinary networks.")
-    top.add_argument("--version", action="store_true")
-    top.add_argument("--print-completion", choices=SHELLS)
-    groups: dict[tuple[str, ...], Any] = {(): top.add_subparsers()}
-    for words, (about, command) in {**commands("train"), **COMMANDS}.items():
-        if words[:-1] not in groups:
-            first = GROUPS[words[0]].partition("\n")[0]
-            groups[words[:-1]] = groups[()].add_parser(words[0], help=first).add_subparsers()
-        parser = command.parser()
-        for action in parser._actions:
-            if action.type is Path:
-                action.complete = shtab.FILE  # type: ignore[attr-defined]
-        groups[words[:-1]].add_parser(words[-1], help=about, parents=[parser], add_help=False)
-    return shtab.complete(top, shell)
 
 
 def main() -> NoReturn:
@@ -277,9 +249,6 @@ def command(arguments: list[str]) -> int:
     if arguments[bool(group) :] in HELP:
         print(usage(group))
         return exits.OK if arguments[bool(group) :] else exits.USAGE
-    if arguments[0] == "--print-completion":
-        print(completion(" ".join(arguments[1:])))
-        return exits.OK
     if arguments == ["--version"]:
         print(f"hvdtrain {__version__}")
         return exits.OK

@@ -49,8 +49,8 @@ examples:
 
 CAPTIONS = """Prepare images with captions, such as Flickr8k, for training a captioning model.
 
-The source may contain Flickr8k.token.txt with its three lists, Flickr30k's results.csv, a captions.txt or captions.csv
-table, or COCO's or Karpathy's JSON.
+The source may contain Flickr8k.token.txt with its three lists, Flickr30k's results.csv, or a captions.txt or
+captions.csv table, whose column `split` (train, val, test) is optional.
 Errors name the file and the line. To resume an interrupted preparation, run the same command again.
 
 examples:
@@ -59,19 +59,19 @@ examples:
   python -m hvdtrain.captioning --data prepared --encoder small
 """
 
-SOLAR = """Prepare measured irradiance for training: days of NREL's Oahu grid, raw MIDC exports, or BSRN files.
+SOLAR = """Prepare measured irradiance for training: days of NREL's Oahu grid.
 
 Rules mark bad readings, which are counted and never filled in. Errors name the file and the line.
 
 examples:
   hvdtrain data solar 201003 oahu
-  hvdtrain data solar pay0616.dat.gz payerne --least -4 --most 1600 --spoils-s 300
+  hvdtrain data solar 201003 oahu --least -4 --most 1600 --spoils-s 300
   python -m hvdtrain.solar --data oahu --station AP1 --ahead 10
 """
 
 VGG16 = """Convert VGG16's published ImageNet weights into a file for `--weights`.
 
-The source is torchvision's state dict (torch.save, safetensors or npz) or Keras' arrays (npz or safetensors).
+The source is torchvision's state dict (torch.save or safetensors) or Keras' arrays (safetensors).
 
 examples:
   hvdtrain data vgg16 vgg16-397923af.pth vgg16.safetensors

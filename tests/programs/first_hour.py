@@ -44,7 +44,7 @@ COMMANDS = {
     "hvdtrain monitors": (),
     "hvdtrain plan --help": (),
     "hvdtrain plan resnet --width 0.25 --hosts 1..4 --rates 10mbit": (),
-    "hvdtrain plan --from results/a --hosts 2,8 --rates 10mbit --figure plan.svg": (),
+    "hvdtrain plan --from results/a --hosts 2,8 --rates 10mbit": (),
     "hvdtrain sweep quick --dry-run": (),
     "hvdtrain watch results/a": (),
     "hvdtrain results list results/": (),

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import sys
 from argparse import ArgumentParser
-from pathlib import Path
 from typing import Any, NoReturn
 
 from hvdtrain import __version__
@@ -16,7 +15,7 @@ from hvdtrain.config.options import TrainConfig
 from hvdtrain.config.parser import OptionParser, parse
 from hvdtrain.launch import __main__ as launch
 from hvdtrain.system import exits
-from hvdtrain.system.arguments import Parser, near
+from hvdtrain.system.arguments import near
 from hvdtrain.system.exits import Failure
 
 TRAIN = """Train a model. `hvdtrain train resnet ...` is the same as `python -m hvdtrain.resnet ...`.
@@ -50,8 +49,8 @@ examples:
 
 CAPTIONS = """Prepare images with captions, such as Flickr8k, for training a captioning model.
 
-The source may contain Flickr8k.token.txt with its three lists, Flickr30k's results.csv, a captions.txt or captions.csv
-table, or COCO's or Karpathy's JSON.
+The source may contain Flickr8k.token.txt with its three lists, Flickr30k's results.csv, or a captions.txt or
+captions.csv table, whose column `split` (train, val, test) is optional.
 Errors name the file and the line. To resume an interrupted preparation, run the same command again.
 
 examples:
@@ -60,19 +59,19 @@ examples:
   python -m hvdtrain.captioning --data prepared --encoder small
 """
 
-SOLAR = """Prepare measured irradiance for training: days of NREL's Oahu grid, raw MIDC exports, or BSRN files.
+SOLAR = """Prepare measured irradiance for training: days of NREL's Oahu grid.
 
 Rules mark bad readings, which are counted and never filled in. Errors name the file and the line.
 
 examples:
   hvdtrain data solar 201003 oahu
-  hvdtrain data solar pay0616.dat.gz payerne --least -4 --most 1600 --spoils-s 300
+  hvdtrain data solar 201003 oahu --least -4 --most 1600 --spoils-s 300
   python -m hvdtrain.solar --data oahu --station AP1 --ahead 10
 """
 
 VGG16 = """Convert VGG16's published ImageNet weights into a file for `--weights`.
 
-The source is torchvision's state dict (torch.save, safetensors or npz) or Keras' arrays (npz or safetensors).
+The source is torchvision's state dict (torch.save or safetensors) or Keras' arrays (safetensors).
 
 examples:
   hvdtrain data vgg16 vgg16-397923af.pth vgg16.safetensors
@@ -197,7 +196,6 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation | Launcher]] = {
         Preparation("vgg16", "models.vgg16_weights", "Vgg16Config", "import_weights", VGG16),
     ),
     ("predict",): ("use a trained model: classes, captions, forecasts, scores", Part("inference.command")),
-    ("export",): ("write a trained model as a file for other programs", Part("export.command")),
     ("cluster",): ("virtual hosts on this machine: up, down, status, exec, shell, hostfile", Part("lab.__main__")),
     ("throttle",): ("limit the bandwidth of links, show, verify and clear the limits", Part("lab.throttle.__main__")),
     ("doctor",): ("find problems that would make a job hang or crawl", Part("doctor.__main__")),
@@ -209,9 +207,6 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation | Launcher]] = {
 }
 GROUPS = {"train": TRAIN, "launch": LAUNCH, "data": DATA}
 """Command groups and their help"""
-MOVED = dict.fromkeys(("caption", "tabular", "resnet"), "`hvdtrain predict RUN INPUT...`")
-"""Earlier names of commands, for one release"""
-SHELLS = ("bash", "zsh")
 HELP: tuple[list[str], ...] = ([], ["--help"], ["-h"])
 
 
@@ -240,34 +235,8 @@ def usage(group: str = "") -> str:
     more = "For help on a command, run it with --help."
     if not group:
         listed = {("train", "WORKLOAD"): "train a model (`hvdtrain train` lists the workloads)", **listed}
-        more += '\nFor completion in your shell: eval "$(hvdtrain --print-completion bash)" (or zsh)'
     lines = [f"  hvdtrain {' '.join(words):<17} {about}" for words, about in listed.items()]
     return "\n".join([GROUPS.get(group, "hvdtrain: distributed training over ordinary networks\n"), *lines, "", more])
-
-
-def completion(shell: str) -> str:
-    """A shell script that completes commands, flags and files. Raises Failure (2, 69)."""
-    if shell not in SHELLS:
-        raise Failure(f"--print-completion{shell and ' '}{shell}: choose one of {', '.join(SHELLS)}", exits.USAGE)
-    try:
-        import shtab
-    except ImportError:
-        raise Failure("--print-completion needs shtab; hint: pip install shtab", exits.UNREACHABLE) from None
-
-    top = Parser(prog="hvdtrain", description="Distributed training over ordinary networks.")
-    top.add_argument("--version", action="store_true")
-    top.add_argument("--print-completion", choices=SHELLS)
-    groups: dict[tuple[str, ...], Any] = {(): top.add_subparsers()}
-    for words, (about, command) in {**commands("train"), **COMMANDS}.items():
-        if words[:-1] not in groups:
-            first = GROUPS[words[0]].partition("\n")[0]
-            groups[words[:-1]] = groups[()].add_parser(words[0], help=first).add_subparsers()
-        parser = command.parser()
-        for action in parser._actions:
-            if action.type is Path:
-                action.complete = shtab.FILE  # type: ignore[attr-defined]
-        groups[words[:-1]].add_parser(words[-1], help=about, parents=[parser], add_help=False)
-    return shtab.complete(top, shell)
 
 
 def main() -> NoReturn:
@@ -280,9 +249,6 @@ def command(arguments: list[str]) -> int:
     if arguments[bool(group) :] in HELP:
         print(usage(group))
         return exits.OK if arguments[bool(group) :] else exits.USAGE
-    if arguments[0] == "--print-completion":
-        print(completion(" ".join(arguments[1:])))
-        return exits.OK
     if arguments == ["--version"]:
         print(f"hvdtrain {__version__}")
         return exits.OK
@@ -292,8 +258,6 @@ def command(arguments: list[str]) -> int:
             return entry.run(arguments[len(words) :])
     listed = [" ".join(words) for words in known] + [each for each in GROUPS if not group]
     name = " ".join(arguments[: 2 if group else 1])
-    if name in MOVED:
-        raise Failure(f"hvdtrain {name} is gone; hint: {MOVED[name]} (see hvdtrain predict --help)", exits.USAGE)
     raise Failure(f"unknown command {name!r}{near(name, listed)} (known: {', '.join(listed)})", exits.USAGE)
 
 

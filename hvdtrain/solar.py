@@ -7,7 +7,7 @@ examples:
   mpirun -np 2 python -m hvdtrain.solar --net cnn --data oahu --station AP1 --ahead 10 --framework tensorflow
 
 Without --data it trains on five years of readings, one per 15 minutes, from the package pvanalytics. `hvdtrain data
-solar` prepares NREL's Oahu grid, MIDC exports and BSRN files. docs/workloads/solar.md defines good readings.
+solar` prepares days of NREL's Oahu grid. docs/workloads/solar.md defines good readings.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import document, here, launch, refused, trainings
+from conftest import document, here, launch, trainings
 from PIL import Image
 from runs import cut_off, read_run
 from sklearn.datasets import load_sample_image
@@ -242,18 +242,3 @@ def test_photographs_from_end_to_end_with_vgg16(
     assert cli.command(["predict", str(run), *images, "--json", "--framework", "tensorflow"]) == 0
     assert len(json.loads(capsys.readouterr().out)["predictions"]) == 3
     hvdtrain("results", "accuracy", str(run))
-
-
-@pytest.mark.parametrize(
-    ("flags", "code", "said"),
-    [
-        (["--encoder", "vgg16"], 78, "hvdtrain data vgg16"),
-        (["--encoder", "small", "--weights", "w.safetensors"], 78, "cannot be combined with --encoder small"),
-        (["--weights", "vgg16.safetensors"], 78, "224x224"),
-        (["--data", "nowhere"], 65, "unknown captions 'nowhere'"),
-        (["--strategy", "async-ps"], 78, "--optimizer adam"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_invalid_options_are_one_line(flags: list[str], code: int, said: str) -> None:
-    refused("captioning", "--dry-run", *flags, code=code, said=said)

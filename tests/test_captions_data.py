@@ -6,7 +6,6 @@ import itertools
 
 import numpy as np
 import pytest
-from conftest import failing
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import ndimage
@@ -16,7 +15,6 @@ from hvdtrain.captions.dataset import CaptionDataset, CaptionSplit, assemble
 from hvdtrain.captions.prepared import load
 from hvdtrain.captions.vocabulary import END, PAD, SPECIALS, START, UNKNOWN, Vocabulary, clean
 from hvdtrain.data.loader import Loader, shard
-from hvdtrain.system.exits import BAD_DATA
 
 
 @pytest.fixture(scope="module")
@@ -70,23 +68,6 @@ def test_a_vocabulary_is_the_words_by_count_and_alphabet(sentences: list[str], l
         assert vocabulary.decode([*ids[1:], 4, PAD, PAD]).split() == known, "nothing counts behind the END"
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        None,
-        {"schema": "hvdtrain.vocabulary/2", "words": [*SPECIALS]},
-        {"schema": "hvdtrain.vocabulary/1", "words": [*SPECIALS, 5]},
-        {"schema": "hvdtrain.vocabulary/1", "words": ["a", *SPECIALS]},
-        {"schema": "hvdtrain.vocabulary/1", "words": [*SPECIALS]},
-        {"schema": "hvdtrain.vocabulary/1", "words": [*SPECIALS, "\x1b[2J"]},
-        {"schema": "hvdtrain.vocabulary/1", "words": [*SPECIALS, "a", "a"]},
-    ],
-)
-def test_an_invalid_vocabulary_is_an_error(document: object) -> None:
-    with failing(BAD_DATA, r"run/vocabulary\.json"):
-        Vocabulary.from_json(document, "run/vocabulary.json")
-
-
 # Batches.
 
 
@@ -106,23 +87,8 @@ def split(lengths: list[int], images: int = 7) -> CaptionSplit:
     ).train
 
 
-def zipf_like(count: int) -> list[int]:
-    """Lengths with a long tail, worse than real captions: from 1 to 34 words."""
-    return np.minimum(np.random.default_rng(0).zipf(1.5, count) + 4, 34).tolist()
-
-
 def cuts(count: int, batch: int) -> list[int]:
     return [*range(0, count, batch), count]
-
-
-def padding(split: CaptionSplit, order: np.ndarray, borders: list[int], ranks: int = 1) -> float:
-    """The share of an epoch's target places that hold PAD."""
-    places = 0
-    for begin, end in itertools.pairwise(borders):
-        for mine in np.array_split(order[begin:end], ranks):
-            tokens = split.batch(mine, order[begin:end], None).arrays[1]
-            places += tokens[:, 1:].size
-    return 1 - int(split.lengths.sum()) / places
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=60), st.integers(1, 9), st.integers(0, 5))
@@ -131,14 +97,6 @@ def test_an_epoch_is_a_permutation_whatever_the_borders(lengths: list[int], batc
     order = made.order(np.random.default_rng(seed), borders)
     assert sorted(order.tolist()) == list(range(len(lengths)))
     assert np.array_equal(order, made.order(np.random.default_rng(seed), borders)), "of the stream's state alone"
-
-
-def test_padding_stays_under_ten_percent_on_a_long_tail() -> None:
-    made = split(zipf_like(64 * 150 + 7), images=100)
-    borders = cuts(len(made), 64)
-    order = made.order(np.random.default_rng(1), borders)
-    assert padding(made, order, borders) < 0.10 < 0.25 < padding(made, np.arange(len(made)), borders)
-    assert padding(made, order, borders, ranks=4) < 0.10
 
 
 def test_a_batch_holds_what_the_split_says() -> None:

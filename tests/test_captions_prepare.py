@@ -83,27 +83,6 @@ def columns(root: Path, captions: Told) -> Path:
     return root
 
 
-def coco(root: Path, captions: Told) -> Path:
-    write_images(root / "train2017", list(captions))
-    images = [{"id": 100 + n, "file_name": name, "license": 1} for n, name in enumerate(captions)]
-    ids = {image["file_name"]: image["id"] for image in images}
-    annotations = [{"image_id": ids[name], "caption": text} for name, texts in captions.items() for text in texts]
-    (root / "annotations").mkdir()
-    (root / "annotations" / "instances.json").write_text("{}")
-    (root / "annotations" / "captions.json").write_text(json.dumps({"images": images, "annotations": annotations}))
-    return root
-
-
-def karpathy(root: Path, captions: Told, split: Callable[[int], str] = lambda n: "train") -> Path:
-    write_images(root / "images", list(captions))
-    images = [
-        {"filename": name, "split": split(n), "sentences": [{"raw": text} for text in texts]}
-        for n, (name, texts) in enumerate(captions.items())
-    ]
-    (root / "dataset_flickr8k.json").write_text(json.dumps({"images": images, "dataset": "flickr8k"}))
-    return root
-
-
 def config(tmp_path: Path, **changes: Any) -> CaptionsConfig:
     settings = {"source": str(tmp_path / "in"), "destination": str(tmp_path / "out"), "size": "20x16", "min_count": 1}
     return CaptionsConfig(**{**settings, "split": "4/1/1", "workers": 1, **changes})
@@ -118,15 +97,10 @@ def references(dataset: CaptionDataset) -> dict[str, tuple[str, ...]]:
 # Good inputs.
 
 
-@pytest.mark.parametrize("make", [flickr, table, kaggle, columns, coco, karpathy])
+@pytest.mark.parametrize("make", [flickr, table, kaggle, columns])
 def test_every_format_gives_the_same_captions(tmp_path: Path, make: Callable[[Path, Told], Path]) -> None:
     captions = told()
     make(tmp_path / "in", captions)
-    if make is karpathy:
-        document = json.loads((tmp_path / "in" / "dataset_flickr8k.json").read_text())
-        for image in document["images"]:
-            del image["split"]
-        (tmp_path / "in" / "dataset_flickr8k.json").write_text(json.dumps(document))
     made = prepare(config(tmp_path))
     dataset = open_captions(tmp_path / "out")
     assert references(dataset)["p05.jpg"] == (
@@ -178,14 +152,12 @@ def test_the_official_lists_decide(tmp_path: Path) -> None:
     assert made["bad_samples"] == [] and made["source"]["crlf_lines"] == 9
 
 
-@pytest.mark.parametrize("as_table", [False, True])
-def test_karpathys_split_decides(tmp_path: Path, as_table: bool) -> None:
+def test_a_column_of_a_table_decides(tmp_path: Path) -> None:
     parts = ("train", "restval", "val", "test", "train", "unheard")
-    source = karpathy(tmp_path / "in", told(), lambda n: parts[n % 6])
-    if as_table:
-        (source / "dataset_flickr8k.json").unlink()
-        rows = [f"{name};{parts[n % 6]};{texts[0]}\n" for n, (name, texts) in enumerate(told().items())]
-        (source / "captions.csv").write_text("".join(["image;split;caption\n", *rows]))
+    source = table(tmp_path / "in", told())
+    (source / "captions.txt").unlink()
+    rows = [f"{name};{parts[n % 6]};{texts[0]}\n" for n, (name, texts) in enumerate(told().items())]
+    (source / "captions.csv").write_text("".join(["image;split;caption\n", *rows]))
     made = prepare(config(tmp_path))
     dataset = open_captions(tmp_path / "out")
     found = (dataset.train, dataset.validation, dataset.test)
@@ -227,18 +199,12 @@ BAD: dict[str, tuple[Callable[[Path, Told], Path], Callable[[bytes], bytes], str
     "latin-1": (flickr, lambda text: text.replace(A_LINE.encode(), b"p03.jpg#1\tcaf\xe9"), "token.txt:11", "byte 14"),
     "comma": (table, swap(A_ROW, "p03.jpg,The temple, seen"), "captions.txt:12", "3 fields"),
     "open quote": (table, swap(A_ROW, 'p03.jpg,"The temple'), "captions.txt:12", "unbalanced quotes"),
-    "unknown id": (coco, swap('{"image_id": 103, "caption": "The', '{"image_id": 7, "caption": "The'),
-                   "captions.json:annotations[10]", "no image has the id 7"),
-    "not text": (coco, swap('"caption": "The \\"temple 3\\", seen from afar"', '"caption": ["a", "b"]'),
-                 "captions.json:annotations[10]", "without words"),
-    "sentence": (karpathy, swap('The \\"temple 3\\", seen from afar', "-"),
-                 "dataset_flickr8k.json:images[3].sentences[1]", "without words"),
 }  # fmt: skip
 
 
 def spoil(source: Path, change: Callable[[bytes], bytes]) -> None:
     """Changes the text of the captions, and checks that it changed."""
-    found = [*source.rglob("*.token.txt"), *source.rglob("captions.*"), *source.rglob("dataset_*.json")]
+    found = [*source.rglob("*.token.txt"), *source.rglob("captions.*")]
     text = found[0].read_bytes()
     found[0].write_bytes(change(text))
     assert found[0].read_bytes() != text
@@ -247,9 +213,7 @@ def spoil(source: Path, change: Callable[[bytes], bytes]) -> None:
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_caption_is_an_error_or_skipped(tmp_path: Path, kind: str) -> None:
     make, change, place, reason = BAD[kind]
-    parts = ("train", "val", "test")
-    arguments = (tmp_path / "in", told())
-    source = karpathy(*arguments, lambda n: parts[n % 3]) if make is karpathy else make(*arguments)
+    source = make(tmp_path / "in", told())
     spoil(source, change)
     fails(lambda: prepare(config(tmp_path)), BAD_DATA, str(source), place, reason, "--on-bad-sample skip")
     assert not (tmp_path / "out").exists()
@@ -302,15 +266,12 @@ def test_an_image_without_a_caption_is_bad(tmp_path: Path) -> None:
 
 
 def test_two_images_of_the_same_name_need_a_folder(tmp_path: Path) -> None:
-    source = karpathy(tmp_path / "in", told(), lambda n: ("train", "val", "test")[n % 3])
-    write_images(source / "images" / "more", ["p03.jpg"])
-    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "sentences[0]: two images have the name 'p03.jpg'")
-    document = json.loads((source / "dataset_flickr8k.json").read_text())
-    document["images"][3]["filepath"] = "more"
-    (source / "dataset_flickr8k.json").write_text(json.dumps(document))
+    source = table(tmp_path / "in", told())
+    write_images(source / "Images" / "more", ["p03.jpg"])
+    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "two images have the name 'p03.jpg'")
+    spoil(source, swap("p03.jpg", "more/p03.jpg"))
     made = prepare(config(tmp_path, on_bad_sample="skip"))
-    assert [bad["file"] for bad in made["bad_samples"]] == ["images/p03.jpg"], "its captions belong to the other image"
-    assert "images/more/p03.jpg" in open_captions(tmp_path / "out").train.names
+    assert [bad["file"] for bad in made["bad_samples"]] == ["Images/p03.jpg"], "its captions belong to the other image"
 
 
 def test_bad_lines_in_the_official_lists(tmp_path: Path) -> None:
@@ -332,7 +293,7 @@ def test_bad_lines_in_the_official_lists(tmp_path: Path) -> None:
 
 def test_a_folder_without_captions_is_an_error_with_the_known_formats(tmp_path: Path) -> None:
     write_images(tmp_path / "in", ["p.jpg"])
-    words = ("contains no captions", "Flickr8k.token.txt", "captions.txt", "JSON")
+    words = ("contains no captions", "Flickr8k.token.txt", "captions.txt")
     fails(lambda: prepare(config(tmp_path)), BAD_DATA, str(tmp_path / "in"), *words)
     fails(lambda: prepare(config(tmp_path, source="nowhere")), BAD_DATA, "nowhere is not a folder")
 
@@ -347,11 +308,6 @@ def test_an_unusable_source_is_an_error(tmp_path: Path) -> None:
     (source / "captions.txt").write_text("image,caption\np01.jpg,a dog\n")
     skip = config(tmp_path, on_bad_sample="skip")
     fails(lambda: prepare(skip), BAD_DATA, "no images for validation")
-    (source / "captions.txt").unlink()
-    (source / "captions_val.json").write_text('{"images": [{"id": 1}')
-    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "captions_val.json is not a captions file")
-    (source / "captions_train.json").write_text("{}")
-    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "captions twice", "captions_train.json")
 
 
 # --- the prepared folder, and the cache ---------------------------------------------------------------------------

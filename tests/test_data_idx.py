@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
-import json
 import struct
 from pathlib import Path
 
@@ -14,8 +12,8 @@ from conftest import failing, here
 from PIL import Image
 
 from hvdtrain import data
-from hvdtrain.data import idx, listed
-from hvdtrain.system.exits import BAD_DATA, Failure
+from hvdtrain.data import idx
+from hvdtrain.system.exits import BAD_DATA
 
 PACKAGED = pytest.mark.skipif(not idx.FASHION.is_dir(), reason="needs Debian's dataset-fashion-mnist (apt-get install)")
 
@@ -96,12 +94,6 @@ def test_a_file_that_is_not_as_it_should_be_is_named(folder: Path, name: str, ch
     assert str(folder) in str(error.value)
 
 
-def test_where_the_package_is_not_installed_it_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idx, "FASHION", Path("/nowhere"))
-    with pytest.raises(Failure, match=r"as root, apt-get install dataset-fashion-mnist; or .* dpkg-deb -x"):
-        data.load("fashion-mnist")
-
-
 @PACKAGED
 def test_fashion_mnist_is_whole_and_learnt_from(tmp_path: Path) -> None:
     """All of it is loaded, and some of it, in files of the same form, trained on."""
@@ -117,18 +109,3 @@ def test_fashion_mnist_is_whole_and_learnt_from(tmp_path: Path) -> None:
     told = here("resnet", *flags)
     assert told["steps"] == 1800 // 32 + 1
     assert told["test_accuracy"] > 0.35
-
-
-def test_the_list_names_every_default_and_what_is_lacking(capsys: pytest.CaptureFixture[str]) -> None:
-    from hvdtrain import captioning, resnet, solar, tabular
-
-    assert listed.main([]) == 0
-    shown = capsys.readouterr().out
-    assert listed.main(["--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["data"]
-    for config in (resnet.ResNetData, captioning.CaptioningData, solar.SolarData, tabular.TabularData):
-        (default,) = [each for each in told if each["name"] == config().data]
-        assert default["here"] is (default["needs"] is None or importlib.util.find_spec(default["needs"]) is not None)
-    (fashion,) = [each for each in told if each["name"] == "fashion-mnist"]
-    assert fashion["here"] is idx.FASHION.is_dir()
-    assert ("fashion-mnist (not here)" in shown) is not fashion["here"]

@@ -21,11 +21,10 @@ import pytest
 from conftest import LIMIT_S, fails, until
 from PIL import Image
 
-from hvdtrain.data.image_files import list_files
 from hvdtrain.data.images import ImagesConfig, prepare
 from hvdtrain.data.pixels import pixels
 from hvdtrain.data.prepared import open_images
-from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, NO_PERMISSION, RESUMABLE
+from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, NO_PERMISSION
 
 ROOT = os.geteuid() == 0
 RUN = """
@@ -230,42 +229,6 @@ def test_folders_of_parts_are_the_split(tmp_path: Path) -> None:
     fails(lambda: prepare(again), BAD_DATA, "val contains no folders of classes")
 
 
-def test_files_of_the_system_are_ignored_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = tree(tmp_path / "in")
-    for name in ("__MACOSX/class0/._0.png", ".DS_Store", "class0/Thumbs.db", "class1/._0.png", "class2/desktop.ini"):
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / name).write_bytes(b"junk")
-    made = prepare(config(tmp_path))
-    assert (len(made["classes"]), made["samples"], made["bad_samples"]) == (3, 15, [])
-    assert "ignored 5 hidden or system files" in capsys.readouterr().err
-    problems: list[dict[str, str]] = []
-    found = list_files([source / "class1"], problems)
-    assert [path.name for path in found] == [f"{number}.png" for number in range(5)] and not problems
-    assert capsys.readouterr().err.splitlines() == [
-        f"hvdtrain: ignored 1 hidden or system file: {source}/class1/._0.png"
-    ]
-
-
-def test_unsuitable_trees_are_errors(tmp_path: Path) -> None:
-    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "is not a folder")
-    source = tree(tmp_path / "in", classes=1)
-    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "needs two or more")
-    (source / "hollow").mkdir()
-    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "hollow contains no images")
-    (source / "hollow" / "bad.png").touch()
-    fails(lambda: prepare(config(tmp_path, on_bad_sample="skip")), BAD_DATA, "hollow contains no usable image")
-    (source / "hollow" / "bad.png").unlink()
-    (source / "hollow").rmdir()
-    (source / "a\x1b[2J").mkdir()
-    fails(lambda: prepare(config(tmp_path)), BAD_DATA, r"'a\x1b[2J' has a control character")
-    (source / "a\x1b[2J").rmdir()
-    (source / "linked").symlink_to("/usr")
-    tree(tmp_path / "more", classes=1)
-    (tmp_path / "more" / "class0").rename(source / "second")
-    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "linked: a link to a folder")
-    fails(lambda: prepare(config(tmp_path, destination=str(source / "new"))), BAD_CONFIG, "is inside the source")
-
-
 def test_an_unreadable_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree(tmp_path / "in")
     scan = os.scandir
@@ -315,15 +278,6 @@ def test_killed_half_way_continues_with_the_same_bytes(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out", "whole"]
 
 
-def test_an_interruption_says_how_to_continue(tmp_path: Path) -> None:
-    tree(tmp_path / "in", each=20)
-    process = start(config(tmp_path, size="64x64"), 1)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=LIMIT_S)
-    assert f"run the same command again to continue {RESUMABLE}" in said
-    assert prepare(config(tmp_path, size="64x64"))["resumed_rows"] > 0
-
-
 def test_a_second_process_is_rejected(tmp_path: Path) -> None:
     tree(tmp_path / "in", each=20)
     process = start(config(tmp_path, size="64x64"), 1)
@@ -363,27 +317,6 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     _, said = process.communicate(timeout=LIMIT_S)
     assert said.splitlines()[-1].startswith("Failure: ") and "free some space" in said.splitlines()[-1]
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
-def test_memory_stays_flat(tmp_path: Path) -> None:
-    """Ten times the images need the same peak memory (pages of the array belong to the system)."""
-    few, many = tmp_path / "few", tmp_path / "many"
-    for folder, each in ((few, 40), (many, 400)):
-        for label in "ab":
-            (folder / "in" / label).mkdir(parents=True)
-            for number in range(each):
-                Image.new("L", (8, 8), number % 256).save(folder / "in" / label / f"{number}.png")
-    code = "import json, resource, sys; from hvdtrain.data.images import ImagesConfig, prepare;"
-    code += "prepare(ImagesConfig(**json.loads(sys.argv[1])));"
-    code += "print(max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))"
-    peaks_kib = []
-    for folder in (few, many):
-        settings = config(folder, size="160x160", workers=2)
-        words = [sys.executable, "-c", code, json.dumps(vars(settings))]
-        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=LIMIT_S)
-        peaks_kib.append(int(done.stdout))
-    assert (many / "out" / "samples.npy").stat().st_size > 115 * 2**20
-    assert peaks_kib[1] - peaks_kib[0] < 10 * 1024
 
 
 # --- reading ------------------------------------------------------------------------------------------------------

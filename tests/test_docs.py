@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import shlex
 import shutil
@@ -21,7 +20,6 @@ from hvdtrain.config import parser
 
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("*/README.md")])
-KINDS = {"tutorial", "how-to", "reference", "explanation"}
 
 
 def anchors(page: Path) -> set[str]:
@@ -154,36 +152,7 @@ def test_the_readme_typed_in_order_is_one_session(tmp_path: Path) -> None:
     assert answer.count("Nothing to compare with") == 1 and max(map(len, answer.splitlines())) <= 100
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: str(page.relative_to(DOCS)))
-def test_each_page_has_a_kind_and_a_place_in_the_navigation(page: Path) -> None:
-    (kind,) = re.findall(r"^<!-- type: ([\w-]+)", page.read_text(), re.MULTILINE)
-    assert kind in KINDS
-    assert f": {page.relative_to(DOCS)}\n" in (ROOT / "mkdocs.yml").read_text()
-
-
 @pytest.mark.parametrize("script", ["docs_reference.py", "docs_figures.py"])
 def test_generated_pages_and_figures_are_up_to_date(script: str) -> None:
     done = subprocess.run([sys.executable, ROOT / "tools" / script, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_messages_of_the_troubleshooting_page_are_the_programs_messages() -> None:
-    """Except for messages of Open MPI and Slurm, and one that is composed."""
-    foreign = {"There are not enough slots available", "can not load PMIx library", "unknown strategy"}
-    sources = [path.read_text() for path in [*(ROOT / "hvdtrain").rglob("*.py"), ROOT / "tools" / "setup.sh"]]
-    page = (DOCS / "guides" / "troubleshooting.md").read_text()
-    rows = [row.split("|")[1] for row in re.findall(r"^\| `.*$", page, re.MULTILINE)]
-    messages = {message for row in rows for message in re.findall(r"`([^`]+)`", row)}
-    text = re.sub(r"\"\n\s+f?\"", "", "\n".join(sources))
-    assert {message for message in messages if message not in text} == foreign
-
-
-def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs", reason="make docs installs it")
-    build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", tmp_path / "site"]
-    done = subprocess.run(
-        build, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    for page in (tmp_path / "site").rglob("*.html"):
-        assert not re.findall(r"<(?:script|link|img|source)[^>]+(?:src|href)=\"https?:", page.read_text()), page

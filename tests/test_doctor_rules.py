@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.doctor import checks, host_checks, link_checks
-from hvdtrain.system import agent, launchers
+from hvdtrain.system import launchers
 
 OPEN_MPI_5 = "mpirun (Open MPI) 5.0.5\n\nReport bugs to https://www.open-mpi.org/community/help/"
 MPICH = """HYDRA build details:
@@ -67,23 +67,6 @@ def test_links_are_measured_once_and_each_host_once_at_a_time(count: int) -> Non
     assert all(len({host for pair in turn for host in pair}) == 2 * len(turn) for turn in turns)
 
 
-@pytest.mark.parametrize(
-    ("there", "back", "delay_ms", "status", "words"),
-    [
-        (940.0, 935.0, 0.2, "ok", "940 Mbit/s there"),
-        (9400.0, 9350.0, 0.2, "ok", "9.4 Gbit/s there"),
-        (94.0, 94.0, 0.2, "warn", "take at least 7.25 s per step"),
-        (940.0, 400.0, 0.2, "warn", "b to a is 2.4 times slower"),
-        (940.0, 940.0, 40.0, "warn", "round trips"),
-        ("ConnectionRefusedError: refused", 940.0, 0.2, "warn", "from a to b could not be measured"),
-    ],
-)
-def test_judging_a_link(there: Any, back: Any, delay_ms: float, status: str, words: str) -> None:
-    check = link_checks.judge_speed("a", "b", there, back, delay_ms, 2)
-    assert check.status == status and words in check.what
-    assert bool(check.fix) == (status != "ok")
-
-
 def test_a_pair_that_looks_slow_or_uneven_is_measured_again_and_the_best_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -117,26 +100,6 @@ def test_the_clock_offset_is_that_of_the_quickest_answer() -> None:
     assert host_checks.clock("b", [(100.0, 101.5, 102.0)]).status == "ok"  # half a second, plus or minus one
 
 
-@pytest.mark.parametrize(
-    ("message", "reason"),
-    [
-        ("ssh: Could not resolve hostname b: Name or service not known", "name is unknown"),
-        ("ssh: connect to host b port 22: Connection refused", "ssh port"),
-        ("ssh: connect to host b port 22: Connection timed out", "no answer in 5 s"),
-        ("Connection timed out during banner exchange", "no answer in 5 s"),
-        ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", "has changed"),
-        ("No ED25519 host key is known for b\nHost key verification failed.", "key is unknown"),
-        ("me@b: Permission denied (publickey,password).", "requires a password"),
-        ("kex_exchange_identification: read: Connection reset by peer", "before the login"),
-        ("sh: 1: exec: python3: not found", "no Python 3"),
-        ("Bad owner or permissions on /home/me/.ssh/config", "Bad owner or permissions on /home/me/.ssh/config"),
-    ],
-)
-def test_sshs_errors_are_explained(message: str, reason: str) -> None:
-    problem = agent.explain("b", message)
-    assert reason in problem.reason and problem.fix and "{" not in problem.fix
-
-
 def facts(**other: Any) -> dict[str, Any]:
     """Facts of a host without problems."""
     eth0 = {"name": "eth0", "address": "10.0.0.2", "up": True, "carrier": True}
@@ -165,27 +128,3 @@ def test_the_interface_is_the_given_one_or_the_one_that_ssh_uses() -> None:
     assert pick(host, "docker0", None) is None  # no cable
     assert pick(facts(interfaces=NICS, ssh_connection=[]), None, "10.1.0.2") == NICS[2]
     assert pick(facts(interfaces=[]), None, None) is None
-
-
-@pytest.mark.parametrize(
-    ("resolves_to", "several", "status"),
-    [
-        (["10.0.0.2"], True, "ok"),
-        (["127.0.1.1"], True, "fail"),
-        (["127.0.1.1"], False, "ok"),
-        ([], True, "fail"),
-        ([], False, "warn"),
-        (["10.1.0.2"], True, "warn"),
-    ],
-)
-def test_a_hosts_own_name(resolves_to: list[str], several: bool, status: str) -> None:
-    host = facts(resolves_to=resolves_to)
-    check = host_checks.name_resolution("b", host, host["interfaces"][0], several)
-    assert check.status == status and bool(check.fix) == (status != "ok")
-
-
-def test_a_throttle_from_an_earlier_run() -> None:
-    throttle = {"dev": "eth0", "up_mbit": 10.0, "down_mbit": None, "delay_ms": None, "loss_percent": 1.0}
-    (check,) = host_checks.throttled("b", facts(throttle=throttle))
-    assert check.status == "warn" and "up 10 Mbit/s, 1 % loss" in check.what
-    assert host_checks.throttled("b", facts()) == []

@@ -6,7 +6,6 @@ import itertools
 import math
 import re
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,8 +13,7 @@ from xml.etree import ElementTree
 import matplotlib
 import pytest
 import runs
-from conftest import failing, finished
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from conftest import failing
 
 from hvdtrain.results import figures
 from hvdtrain.results.figures import style
@@ -97,22 +95,6 @@ def test_the_same_runs_give_the_same_bytes_whatever_the_users_settings(kind: str
     assert figure.get_figwidth() <= 7  # an A4 page
     labels = " ".join(axis.get_xlabel() + axis.get_ylabel() for axis in figure.axes)
     assert re.search(r"hosts|epoch|\(m?s\)|MB|%|s per", labels)
-
-
-def test_formats_are_reproducible(loaded: Loaded, tmp_path: Path) -> None:
-    figure = figures.draw("time", loaded)
-    for ending, start in {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF"}.items():
-        figures.save(figure, path := tmp_path / f"a.{ending}")
-        content = path.read_bytes()
-        figures.save(figure, path)
-        assert content == path.read_bytes()
-        assert content.startswith(start)
-        assert b"Software" not in content and b"CreationDate" not in content
-    for name, code in (("x.jpg", exits.USAGE), ("x", exits.USAGE), ("missing/x.svg", exits.CANNOT_WRITE)):
-        with failing(code):
-            figures.save(figure, tmp_path / name)
-    with failing(exits.USAGE, "'pie' does not exist"):
-        figures.draw("pie", loaded)
 
 
 @pytest.mark.parametrize("kind", figures.KINDS)
@@ -227,55 +209,9 @@ def test_strategies_draws_the_times_of_the_table_on_one_axis(loaded: Loaded) -> 
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def crowded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    """Long names, many numbers of hosts and many rates."""
-    folder = tmp_path_factory.mktemp("runs")
-    more: dict[str, Any] = {"test_accuracy": 0.96}
-    for strategy in ("local-sgd:every=16,staleness=2,outer_lr=0.7+powersgd:rank=12,bits=4", "hierarchical"):
-        for hosts, rate in ((1, None), *itertools.product((2, 3, 4), (10.0, 50.0, 100.0, 1000.0))):
-            name = f"{strategy}-{hosts}-{rate}"
-            runs.make(folder / name, hosts=hosts, rate_mbit=rate, strategy=strategy, rank_batch=48 // hosts, **more)
-    return load([folder])
-
-
-@pytest.mark.parametrize("kind", figures.KINDS)
-def test_titles_do_not_overlap(kind: str, crowded: Loaded) -> None:
-    figure = figures.draw(kind, crowded)
-    with style.settings():
-        FigureCanvasAgg(figure).draw()
-    boxes = [axis._left_title.get_window_extent() for axis in figure.axes if axis.get_title("left")]
-    for index, box in enumerate(boxes):
-        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
-        assert not any(box.overlaps(other) for other in boxes[index + 1 :])
-        assert not any(box.overlaps(axis.bbox) for axis in figure.axes)
-
-
-def test_names_with_special_characters_are_drawn(tmp_path: Path) -> None:
-    hostile = "$x^{<b>&\x1b[31m"
-    runs.make(tmp_path / "run", strategy=hostile)
-    for kind in ("time", "phases", "accuracy"):
-        svg = style.encode(figures.draw(kind, load([tmp_path])), "svg", letters="none")
-        assert r"$x^{<b>&\x1b[31m" in "".join(ElementTree.fromstring(svg).itertext())
-
-
 def test_too_many_settings_are_an_error_with_a_hint(tmp_path: Path) -> None:
     for number in range(13):
         runs.make(tmp_path / str(number), hosts=2, rate_mbit=10.0, config={"lr": number / 10})
     for kind in ("time", "phases", "accuracy"):
         with failing(exits.USAGE, r"13 settings exceed the 12 of one figure; hint: .*--where"):
             figures.draw(kind, load([tmp_path]))
-
-
-def test_pyplot_is_never_loaded(one: Loaded) -> None:
-    code = """
-import sys
-from pathlib import Path
-from hvdtrain.results import figures
-assert "matplotlib" not in sys.modules and "pandas" not in sys.modules
-from hvdtrain.results.read.frame import load
-figures.draw("time", load([Path(sys.argv[1])]))
-assert "matplotlib" in sys.modules and "matplotlib.pyplot" not in sys.modules
-"""
-    done = finished([sys.executable, "-c", code, one.roots[0]])
-    assert done.returncode == 0, done.stderr

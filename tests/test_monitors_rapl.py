@@ -182,17 +182,6 @@ def listed(root: Path, *flags: str, before: Sequence[str] = ()) -> str:
     return done.stdout
 
 
-def test_the_list_shows_the_zones_that_do_not_count(tmp_path: Path) -> None:
-    tree = Tree(tmp_path)
-    laptop(tree)
-    lines = listed(tree.root).splitlines()
-    assert any(line.split()[:4] == ["cpu0", "rapl", "0.0", "W"] for line in lines)
-    assert any(line.split()[:3] == ["dram0", "absent", "-"] for line in lines)
-    assert "  not counted: intel-rapl:1 (psys): contains the packages" in lines
-    assert "  not counted: intel-rapl:0:0 (core): part of package-0" in lines
-    assert "  not counted: intel-rapl-mmio:0 (package-0): the same energy as intel-rapl:0" in lines
-
-
 def test_counters_that_only_root_may_read_are_absent_with_a_hint(tmp_path: Path) -> None:
     """As seen by an ordinary user. Root gives up its privilege over file modes."""
     tree = Tree(tmp_path)

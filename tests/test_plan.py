@@ -21,8 +21,8 @@ from runs import make, read_run
 from thread_ranks import at_once, meetings, reach
 
 from hvdtrain import cli, strategies
-from hvdtrain.comm.backends.base import Communicator
-from hvdtrain.comm.world import RankGroup
+from hvdtrain.comm.backends.base import Communicator, RankGroup
+from hvdtrain.comm.world import connect
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.models.resnet import ResNetSpec, parameters
@@ -31,8 +31,6 @@ from hvdtrain.plan.network import Link, Uplink, measured
 from hvdtrain.plan.prediction import Host
 from hvdtrain.plan.profile import Point, Profile
 from hvdtrain.plan.simulation import Message, Node, Traffic, simulate
-from hvdtrain.plan.stages import Stage
-from hvdtrain.plan.stages import step_s as pipeline_s
 from hvdtrain.strategies.automatic import rule
 from hvdtrain.strategies.cost import Layout, elements
 from hvdtrain.strategies.spec import parse
@@ -166,18 +164,6 @@ def test_a_thousand_unequal_hosts_are_simulated() -> None:
     slowest = dataclasses.replace(many[0], name="c", link=SLOW)
     expected = simulate([many[0], slowest], Traffic(messages=(message,)))
     assert simulate([*many, slowest], Traffic(messages=(message,))) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(("count", "parts"), [(2, 4), (4, 4), (3, 8)])
-def test_a_pipeline_without_network_takes_the_closed_form(count: int, parts: int) -> None:
-    def step_s(link: Link, sent: float = 1e4) -> float:
-        each = Stage(link=link, forward_s=0.01, backward_s=0.02, update_s=0.0, sent=sent)
-        return pipeline_s([each] * (count - 1) + [dataclasses.replace(each, sent=0.0)], parts)
-
-    ideal_s = (parts + count - 1) * 0.03
-    assert step_s(Link.of_rate(1e12, latency_s=0.0)) == pytest.approx(ideal_s, rel=1e-4)
-    assert step_s(SLOW, 1e6) >= max(ideal_s, parts * SLOW.seconds(1e6, 1e6))
-    assert step_s(SLOW) <= step_s(Link.of_rate(1e6))
 
 
 # --- predictions ------------------------------------------------------------------------------------------------------
@@ -351,13 +337,12 @@ def test_a_plan_profiles_once_and_says_what_limits(
 ) -> None:
     words = ["resnet", "--width", "0.125", "--hosts", "1..3", "--rates", "1mbit,10gbit", "--strategy", "hierarchical"]
     words += ["--global-batch-size", "24"]
-    first = plan(capsys, *words, "--figure", str(tmp_path / "plan.svg"))
+    first = plan(capsys, *words)
     assert [each["network"] for each in first["networks"]] == ["1mbit", "10gbit"]
     assert "do not add hosts" in first["networks"][0]["advice"]
     slow = first["networks"][0]["hosts"][-1]["predictions"][0]
     assert slow["hosts"] == 3 and slow["bottleneck"] == "the link of all hosts"
     assert slow["step_s"] > first["one_host"]["step_s"] > 0
-    assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
     for width in (80, 200):
         monkeypatch.setenv("COLUMNS", str(width))
         assert cli.command(["plan", *words]) == 0
@@ -390,33 +375,18 @@ def test_a_plan_from_a_run_reproduces_its_step(tmp_path: Path, capsys: pytest.Ca
     ("line", "code", "words"),
     [
         ("resnt", 2, "did you mean resnet?"),
-        ("", 2, "hint: name a workload"),
         ("resnet --from x", 2, "hint: name a workload"),
-        ("resnet --hosts 0", 2, "--hosts 0"),
         ("resnet --hosts 4..2", 2, "1..16"),
-        ("resnet --rates 0mbit", 2, "8kbit"),
         ("resnet --rates 10mbps", 2, "counts bytes"),
-        ("resnet --ranks-per-host 0", 2, "1 to 1,024"),
         ("resnet --latency -1", 2, "--latency"),
-        ("resnet --latency inf", 2, "0 to 60,000"),
         ("resnet --cores 1e-300", 2, "--cores"),
-        ("resnet --cores nan", 2, "--cores"),
         ("resnet --global-batch-size -1", 2, "--global-batch-size"),
-        ("resnet --rates ''", 2, "not a rate"),
         ("resnet --hosts ''", 2, "--hosts"),
-        ("resnet --slow ''", 2, "not a rate"),
         ("resnet -H ''", 2, "a:2,b:2"),
-        ("resnet --switch 4", 2, "--uplink"),
         ("resnet --switch 4 --uplink 0mbit", 2, "8kbit"),
-        ("resnet --slow 10mbps", 2, "counts bytes"),
         ("resnet -H a:1,b:1 --switch 4 --uplink 1gbit", 2, "-H cannot be combined"),
-        ("resnet --figure x.gif", 2, ".svg"),
-        ("resnet --figure missing/x.svg", 73, "hint: give a file in a folder"),
-        ("resnet --strategy nonsense", 78, "unknown strategy"),
         ("resnet --no-such-flag", 2, "--no-such-flag"),
-        ("resnet --strategy auto", 78, "auto"),
         ("resnet --dry-run", 2, "--dry-run"),
-        ("--from missing", 65, "not a run folder"),
     ],
 )
 def test_mistakes_are_one_line(line: str, code: int, words: str) -> None:
@@ -533,7 +503,7 @@ def test_hosts_of_one_name_are_several_hosts() -> None:
     links = [{"host": name, "address": each.address, "goodput_to": name, "goodput_mbit": 9.0} for each in places]
 
     def chosen(rank: int) -> choice.Chosen:
-        ranks = RankGroup(room[rank], None, places[rank]).connect("torch", backend="tcp")
+        ranks = connect("torch", backend="tcp", group=RankGroup(room[rank], None, places[rank]))
         found = choice.choose(made(), ranks, [parse("hierarchical"), parse("powersgd:rank=4")], 64, None, links)
         ranks.shutdown()
         return found

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import json
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,7 @@ from runs import read_run
 from test_resnet_train import started, wait_for_steps
 
 from hvdtrain import records
-from hvdtrain.config.parser import flag
 from hvdtrain.observe.timing import WARMUP_STEPS
-from hvdtrain.resnet import ResNetConfig
 from hvdtrain.system.exits import Failure
 from hvdtrain.training.observers import profiled_steps
 
@@ -130,15 +126,6 @@ def test_invalid_ranges_are_rejected(text: str) -> None:
 )
 def test_a_dry_run_rejects_impossible_options(flags: list[str]) -> None:
     refused("resnet", *SMALL, *flags, "--dry-run", code=78, said=flags[0])
-
-
-def test_horovodrun_passes_every_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its parser also reads the program's flags, and rejects those that abbreviate two of Horovod's flags."""
-    launch = pytest.importorskip("horovod.runner.launch")
-    for field in dataclasses.fields(ResNetConfig):
-        program = ["python", "-m", "hvdtrain.resnet", flag(field.name)]
-        monkeypatch.setattr(sys, "argv", ["horovodrun", "-np", "2", *program])
-        assert launch.parse_args().command == program
 
 
 def test_a_signal_writes_the_trace_of_the_steps_so_far(tmp_path: Path) -> None:

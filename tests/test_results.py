@@ -19,10 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.results.__main__ import main
-from hvdtrain.results.read.frame import load
 from hvdtrain.results.read.where import Where
 from hvdtrain.results.statistics import Interval, Statistic, holm, p_value, summary
-from hvdtrain.results.tables import energy
 from hvdtrain.results.tables.compare import judge
 from hvdtrain.results.tables.model import Column, cell
 from hvdtrain.system.exits import Failure
@@ -132,15 +130,6 @@ def test_edp_is_relative_to_the_fewest_ranks_on_a_gpu(tmp_path: Path) -> None:
     rows = runs.results("energy", tmp_path)["tables"][0]["rows"]
     found = {row["hosts"]: row["edp"]["mean"] for row in rows}
     assert found == pytest.approx({hosts: value / js[2] for hosts, value in js.items()})
-
-
-@pytest.mark.parametrize(("watts", "printed"), [(12.34, "1,234 (J)"), (234.0, "23.4 (kJ)"), (23_400.0, "2.34 (MJ)")])
-def test_the_unit_of_energy_fits_its_size(watts: float, printed: str, tmp_path: Path) -> None:
-    runs.make(tmp_path / "r", train_s=99.5, energy_w={"cpu0": watts}, interval_s=5.0)  # 100 s
-    for table in energy.tables(load([tmp_path])):
-        (part,) = table.parts()
-        (place,) = [n for n, column in enumerate(part.columns) if column.key == "energy_j"]
-        assert f"{part.text()[0][place]} ({part.columns[place].unit})" == printed
 
 
 # --- which runs count -------------------------------------------------------------------------------------------------

@@ -185,21 +185,6 @@ def test_energy_runs_alone_are_not_a_baseline(tmp_path: Path) -> None:
     assert [row["count"] for row in rows if row["speedup"]] == [2, 4]
 
 
-def test_different_processors_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for hosts, device, cpu in ((1, "cpu", "new"), (2, "cpu", "new"), (1, "cuda:0", "new"), (2, "cuda:0", "old")):
-        cores = 1.0 if device == "cpu" else None
-        made = runs.Made(hosts=hosts, device=device, cpu=cpu, cores=cores, rank_batch=32 // hosts)
-        runs.make(tmp_path / f"{hosts}{device}", made)
-    warning = "warning: the runs used different processors: new; old"
-    table = runs.results("scaling", tmp_path)
-    assert not any("None" in row["curve"] for row in table["rows"])
-    assert warning in table["notes"]
-    assert warning not in runs.results("scaling", tmp_path, "--where", "device=cpu")["notes"]
-    runs.make(tmp_path / "other", hosts=2, cpu="old", rank_batch=16)
-    assert main(["compare", str(tmp_path / "2cpu"), str(tmp_path / "other")]) == 0
-    assert warning in capsys.readouterr().out
-
-
 def test_a_resumed_run_is_a_repeat(tmp_path: Path) -> None:
     """Its config contains the micro-batches that the other run leaves to the default."""
     for seed, micro_batches in enumerate((None, 1)):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,8 @@ from hvdtrain.captioning import Captions
 from hvdtrain.results import text
 from hvdtrain.results.__main__ import main
 from hvdtrain.results.read.frame import load
-from hvdtrain.results.tables.model import Column, Table
+from hvdtrain.results.tables.model import Table
 from hvdtrain.results.tables.overview import overview
-from hvdtrain.results.text import terminal
 from hvdtrain.system.exits import Failure
 from hvdtrain.training.summary import show_summary
 
@@ -92,22 +89,6 @@ def test_only_settings_that_differ_are_columns_and_runs_of_other_work_are_apart(
         assert part.columns[-len(columns) :] == columns or not columns, "results come first"
     assert len(table.parts()) == 7
     assert "device cpu" in table.caption()
-
-
-def test_columns_are_as_wide_as_their_cells() -> None:
-    table = Table("t", "T", [Column("a", "a"), Column("b", "b")], [{"a": "走る", "b": "x"}, {"a": "abc", "b": "y"}])
-    wide, narrow = terminal(table).splitlines()[-2:]
-    assert (wide, narrow) == ("走る  x", "abc   y")
-
-
-def test_an_ascii_terminal_shows_tables(root: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "hvdtrain.results", "scaling", str(root)],
-        capture_output=True,
-        text=True,
-        env={"COLUMNS": "100", "PYTHONIOENCODING": "ascii"},
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_summary_has_every_score(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,6 @@ from hvdtrain.data import prepared
 from hvdtrain.sentinel import auth
 from hvdtrain.sentinel.watch import PURPOSE, RankReport
 from hvdtrain.system import files, link_probe, socket_filter
-from hvdtrain.system.agent import LOCAL, Agent
 from hvdtrain.system.exits import Failure
 
 STRANGERS = 1100
@@ -437,21 +436,6 @@ def test_a_user_without_an_account_needs_no_home_folder_on_one_host() -> None:
 
 
 # --- doctor and throttle --------------------------------------------------------------------------------------------
-
-
-def test_the_doctor_uses_no_thread_per_stranger(descriptors: None) -> None:
-    strangers: list[socket.socket] = []
-    with Agent("here", LOCAL) as agent:
-        agent.hello()
-        ports = agent.ask("listen", address="127.0.0.1")
-        for _ in range(100):
-            strangers += [socket.create_connection(("127.0.0.1", port), 5) for port in ports]
-        status = Path(f"/proc/{agent._process.pid}/status").read_text()
-        threads = int(next(line.split()[1] for line in status.splitlines() if line.startswith("Threads")))
-        assert threads < 80
-        for stranger in strangers:
-            stranger.close()
-        assert agent.ask("connect", targets=[["127.0.0.1", ports[0]]], patience_s=5)[0]["result"] == "open"
 
 
 def test_strangers_do_not_stop_a_measurement() -> None:

@@ -20,7 +20,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import LIMIT_S, ROOT, WITHOUT_RIGHTS, finished, unique
+from conftest import LIMIT_S, ROOT, WITHOUT_RIGHTS, unique
 
 from hvdtrain.launch import build_horovod, horovod_parts
 from hvdtrain.system import cgroup
@@ -75,29 +75,6 @@ def last_line(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr.strip().splitlines()[-1]
 
 
-def test_supported_python_versions(checkout: Path, tmp_path: Path) -> None:
-    fake, path = checkout / "python", without(tmp_path, "g++")
-    for answer, arguments, fits in [
-        ("exit 1", [], False),
-        ("echo 3.10", ["--demo"], False),
-        ("echo 3.13", [], True),
-        ("echo 3.14", [], False),  # no TensorFlow for it
-        ("echo 3.14", ["--demo"], True),
-        ("echo 3.14", ["torch"], True),
-        ("echo 3.14", ["--demo", "tensorflow"], False),
-        ("echo 3.15", ["--demo"], False),
-    ]:
-        fake.write_text(f"#!/bin/sh\n{answer}\n")
-        fake.chmod(0o755)
-        done = run(["tools/setup.sh", *arguments], checkout, PYTHON=str(fake), PATH=path)
-        assert not (checkout / ".venv").exists()
-        if fits:
-            assert "no g++ found" in last_line(done)  # the next step
-        else:
-            assert done.returncode == 2
-            assert "is not Python 3.11 to 3.13 (FRAMEWORKS=torch: to 3.14)" in last_line(done)
-
-
 def test_root_tools_use_a_newer_python_if_python3_is_old(tmp_path: Path) -> None:
     (tmp_path / "python3.12").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "python3.12").chmod(0o755)
@@ -109,30 +86,6 @@ def test_root_tools_use_a_newer_python_if_python3_is_old(tmp_path: Path) -> None
     (tmp_path / "python3.12").unlink()
     done = subprocess.run(words, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=LIMIT_S)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "install python3.11 or newer" in done.stderr
-
-
-def test_setup_uses_the_first_supported_python(checkout: Path, tmp_path: Path) -> None:
-    path = Path(without(tmp_path, "g++", "python3", *(f"python3.{minor}" for minor in range(11, 15))))
-    (path / "python3").write_text("#!/bin/sh\necho 3.10\n")
-    (path / "python3").chmod(0o755)
-    (path / "python3.11").symlink_to(BASE_PYTHON)
-    done = run(["tools/setup.sh"], checkout, PATH=str(path), PYTHON="")
-    assert "no g++ found" in last_line(done)  # the next step
-
-
-def test_mistakes_and_missing_tools(checkout: Path, tmp_path: Path) -> None:
-    path = Path(without(tmp_path, "g++"))
-    done = run(["tools/setup.sh"], checkout, PATH=str(path))
-    assert done.returncode == 1
-    assert "no g++ found; hint: " in last_line(done) and "HVDTRAIN_MPI=none" in last_line(done)
-    for arguments, variables, message in [
-        (["jax"], {}, "unknown FRAMEWORKS 'jax'; known: torch, tensorflow"),
-        ([], {"HVDTRAIN_MPI": "mpich"}, "HVDTRAIN_MPI is 'mpich'; known: wheel, system, none"),
-    ]:
-        done = run(["tools/setup.sh", *arguments], checkout, **variables)
-        assert done.returncode == 2 and message in last_line(done)
-    done = run(["tools/setup.sh"], checkout.rename(checkout.with_name("my checkout")))
-    assert done.returncode == 2 and "my checkout has a space" in last_line(done)
 
 
 def test_a_wheel_has_all_that_its_commands_need(checkout: Path, tmp_path: Path) -> None:
@@ -340,21 +293,6 @@ def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
     assert "XDG_CACHE_HOME" in last_line(done)
 
 
-def test_build_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "hvdtrain").mkdir()
-    log = tmp_path / "log"
-    for text, code, message in [
-        ("x\nCMake Error at C.txt:1 (message):\n  Could NOT find NCCL\n", 1, "the build failed: Could NOT find NCCL"),
-        ("a.cc:7:1: error: 'x' is not a type\nerror: subprocess-exited-with-error", 1, "'x' is not a type"),
-        ("cc1plus: fatal error: write: No space left on device", 74, "the disk is full"),
-        ("c++: fatal error: Killed signal terminated program cc1plus", 1, "out of memory"),
-    ]:
-        log.write_text(text)
-        failure = build_horovod.explained(log)
-        assert failure.code == code and message in str(failure)
-
-
 def test_nccl_is_used_only_with_all_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "CUDA_HOME", "HOROVOD_NCCL_HOME", "HOROVOD_BUILD_CUDA_CC_LIST":
         monkeypatch.delenv(name, raising=False)
@@ -396,12 +334,3 @@ def test_pins_cover_the_requirements() -> None:
     required = [settings["options"]["install_requires"], extras["horovod"], extras["dev"], extras["torch"]]
     names = {re.split("[<>=]", line)[0].lower() for line in "\n".join(required).split()}
     assert names and names <= pinned, names - pinned
-
-
-def test_make_test_fails_if_a_worker_dies(tmp_path: Path) -> None:
-    (options,) = re.findall(r"pytest -n \$\(TEST_WORKERS\) (.*) \\\n", (ROOT / "Makefile").read_text())
-    (tmp_path / "test_a.py").write_text("import os\ndef test_one(): pass\ndef test_two(): os.abort()\n")
-    for name in "bcd":
-        (tmp_path / f"test_{name}.py").write_text("def test_one(): pass\ndef test_two(): pass\n")
-    done = finished([sys.executable, "-m", "pytest", "-n", "2", *options.split()], cwd=tmp_path)
-    assert done.returncode == 1 and "1 failed, " in done.stdout, done.stdout

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import document, failing, here, launch, refused
+from conftest import document, failing, here, launch
 from runs import cut_off, read_run
 from sklearn import metrics
 from test_resnet_train import assert_same_arrays
-from test_solar_data import oahu
 from test_stages import stepped
 from twins import Found, load, tensorflow_gradients, tf, told, torch, torch_gradients
 
@@ -147,46 +145,8 @@ def test_tensorflow_s_stages_equal_the_whole_cnn() -> None:
         np.testing.assert_allclose(found, known, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_the_sweeps_of_the_study_run_on_a_reduced_grid(tmp_path: Path) -> None:
-    """With ten minutes of the Oahu grid, like a user: prepare, sweep, plot."""
-    (tmp_path / "20100322.txt").write_text(oahu(81, 600))
-    data = tmp_path / "oahu"
-    hvdtrain(tmp_path, "data", "solar", str(tmp_path / "20100322.txt"), str(data))
-    for name, words in (("pyramids", ['net=["p1-k0","p3-k0"]', "batch_size=100"]), ("cnn", ["batch_size=200"])):
-        settings = [word for each in (*words, f"data={data}", "ahead=10") for word in ("--set", each)]
-        only = ["--root", str(tmp_path / "results"), "--only", "one-*"]
-        hvdtrain(tmp_path, "sweep", f"launch/sweeps/martin2019_{name}.toml", *settings, *only)
-    folders = sorted((tmp_path / "results").glob("*/*/COMPLETE"))
-    found = {json.loads((each.parent / "manifest.json").read_text())["model"]["name"]: each.parent for each in folders}
-    assert found.keys() == {"p1-k0", "p3-k0", "cnn"}
-    manifest = json.loads((found["cnn"] / "manifest.json").read_text())
-    assert manifest["data"]["station"] == "DH3" and manifest["model"]["parameters"] == 4_352_641
-    shown = ["--where", 'launcher="none"', "--group-by", "device,net,rank_batch", "--format", "csv"]
-    table = hvdtrain(tmp_path, "results", "table", str(tmp_path / "results"), *shown)
-    assert all(f"{name},{batch}" in table for name, batch in (("p1-k0", 100), ("p3-k0", 100), ("cnn", 200)))
-    runs, figure = str(tmp_path / "runs.csv"), tmp_path / "time.svg"
-    hvdtrain(tmp_path, "results", "export", str(tmp_path / "results"), "-o", runs)
-    done = launch(0, ["launch/studies/martin2019.py", runs, str(figure)])
-    assert done.returncode == 0 and "1024 samples" in figure.read_text(), done.stderr
-
-
 def hvdtrain(folder: Path, *words: str) -> str:
     """Runs the command with separate locks, so that sweeps of other tests do not interfere."""
     done = launch(0, ["-m", "hvdtrain.cli", *words], extra={"TMPDIR": str(folder)}, limit_s=300)
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--net", "p4-k1"], "--net p4-k1 is unknown; hint: give p1, p2 or p3"),
-        (["--net", "cnn", "--window", "20"], "--window 20 cannot be combined with --net cnn"),
-        (["--hidden", "5,x"], "--hidden 5,x is not a list of sizes; hint: give units per layer"),
-        (["--station", "AP1"], "--station AP1: unknown station; hint: the stations are poa"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_invalid_options_are_one_line(flags: list[str], said: str) -> None:
-    refused("solar", "--dry-run", *flags, code=BAD_CONFIG, said=said)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import sys
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from conftest import failing
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from hvdtrain import cli
 from hvdtrain.data import solar, solar_prepare
 from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, Failure
 
@@ -159,23 +157,6 @@ def oahu(day: int, seconds: int, value: float = 500.0) -> str:
     return "\n".join(lines) + "\n"
 
 
-def bsrn(minutes: int) -> str:
-    head = "*U0001\n 21  6 2016  1\n         2\n*C0004\n -1 -1 -1\n*U0100\n"
-    lines = []
-    for minute in range(minutes):
-        value = -999 if minute == 3 else 100 + minute
-        lines.append(f"{2:3d} {minute:5d} {value:6d}   0.1    0    0      0   0.0    0    0")
-        lines.append("              0   0.2   -1    0    348   0.3  347  349      9.3 100.5  958")
-    return head + "\n".join(lines) + "\n*U0300\n  1    0\n"
-
-
-MIDC = """,Year,DOY,MST,Air Temperature [deg C],Global Horiz [W/m^2],Global (stdev) [W/m^2]
-0,2018,291,1159,20.1,700.5,0.1,33
-0,2018,291,1200,20.1,-7999,0.1,33
-0,2018,291,1201,20.1,702.5,0.1,33
-"""
-
-
 def prepared(source: Path, folder: Path, **more: object) -> solar.Series:
     index = solar_prepare.prepare(
         solar_prepare.SolarConfig(source=str(source), destination=str(folder), **more)  # type: ignore[arg-type]
@@ -216,37 +197,14 @@ def test_days_of_the_oahu_grid(tmp_path: Path) -> None:
         solar.load(str(tmp_path / "oahu"))
 
 
-def test_a_bsrn_month_and_a_midc_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with gzip.open(tmp_path / "pay0616.dat.gz", "wt") as file:
-        file.write(bsrn(90))
-    series = prepared(tmp_path / "pay0616.dat.gz", tmp_path / "payerne")
-    assert series.stations == ("ghi",) and series.step_s == 60
-    assert series.times[0] == utc("2016-06-02T00:00:00")
-    assert series.readings[:5, 0].tolist()[:3] == [100, 101, 102] and np.isnan(series.readings[3, 0])
-    (tmp_path / "midc.txt").write_text(MIDC)
-    words = ["data", "solar", str(tmp_path / "midc.txt"), str(tmp_path / "midc")]
-    assert cli.command([*words, "--dry-run"]) == 0
-    assert json.loads(capsys.readouterr().out)["readings"] == 3 and not (tmp_path / "midc").exists()
-    series = prepared(tmp_path / "midc.txt", tmp_path / "midc")
-    assert series.stations == ("Global Horiz [W/m^2]",) and series.times[0] == utc("2018-10-18T18:59:00")
-    assert series.flagged == {"missing": 1, "out of bounds": 0, "near one out of bounds": 0}
-    with pytest.raises(Failure, match="midc exists"):
-        prepared(tmp_path / "midc.txt", tmp_path / "midc")
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", ":1: unknown format; hint: supported are a day of the Oahu grid"),
+        ("", ":1: unknown format; hint: give days of NREL's Oahu grid"),
         (oahu(80, 3).replace("504.25", "x", 1), ":2: column 5: 'x' is not a number"),
         (oahu(80, 3) + "1,2010\n", ":4: 2 columns, but 23 are needed"),
         (oahu(80, 3).replace("0,2010,80,1100", "0,2010,400,1100"), ":3: 0, 2010, 400, 1100 is not a time"),
         (oahu(80, 3).replace("0,2010,80,1100", "57,2010,80,1059"), ":3: the time is not later than on the line before"),
-        (MIDC.replace("MST", "XYZ"), ":1: unknown time zone 'XYZ'"),
-        (MIDC.replace("Global", "Diffuse"), ":1: no column 'Global ... [W/m^2]'; hint: --columns can be Air"),
-        (bsrn(5).replace("   104", "   1x4"), ":15: '  2     4 "),
-        (bsrn(5).replace("*U0100", "*U0200"), ": no logical record 0100"),
-        (bsrn(5).replace(" 21  6 2016", " 21 13 2016"), ":2: no station, month and year"),
         ("\x1f\x8b not gzip", ": the gzip file is damaged"),
     ],
     ids=lambda value: value.strip()[:40] if value.startswith(":") else "",
@@ -279,9 +237,6 @@ def test_files_that_do_not_fit_together_are_errors(tmp_path: Path) -> None:
     (source / "1.txt").write_text(oahu(80, 5))
     (source / "2.txt").write_text(oahu(80, 5))
     with pytest.raises(Failure, match=r"2\.txt and .*1\.txt overlap in time"):
-        prepared(source, tmp_path / "made")
-    (source / "2.txt").write_text(MIDC)
-    with pytest.raises(Failure, match=r"2\.txt: midc with .* is oahu with"):
         prepared(source, tmp_path / "made")
     with pytest.raises(Failure, match="--least 5 is not below --most 5"):
         solar_prepare.SolarConfig(source="a", destination="b", least=5, most=5)

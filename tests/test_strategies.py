@@ -11,11 +11,8 @@ import dataclasses
 import functools
 import json
 import os
-import re
 import runpy
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,10 +24,8 @@ from conftest import (
     LIMIT_S,
     PROGRAMS,
     Cluster,
-    alone,
     command,
     document,
-    environment,
     failing,
     here,
     launch,
@@ -44,13 +39,14 @@ from test_resnet_train import assert_same_arrays, newest_arrays, started, wait_f
 from thread_ranks import ThreadRendezvous, at_once, meetings, reach
 
 from hvdtrain import strategies
-from hvdtrain.comm.world import RankGroup, connect
+from hvdtrain.comm.backends.base import RankGroup
+from hvdtrain.comm.world import connect
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.models.resnet import ResNetSpec, parameters
 from hvdtrain.observe.timing import Clock
 from hvdtrain.records.metrics import Accuracy
-from hvdtrain.strategies import REDUCERS, Reducer, Strategy, registry
+from hvdtrain.strategies import REDUCERS
 from hvdtrain.strategies.algorithms.local_sgd import LocalSGD
 from hvdtrain.strategies.cost import elements
 from hvdtrain.training.framework import make_replica
@@ -506,31 +502,6 @@ def number(pid: int) -> int:
     """Return the rank of a process that mpirun started."""
     variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
     return int(next(word for word in variables if word.startswith("OMPI_COMM_WORLD_RANK=")).partition("=")[2])
-
-
-def test_help_lists_every_strategy_with_its_bytes() -> None:
-    done = alone("resnet", "--strategy", "help", "--width", "0.125")
-    assert (done.returncode, done.stderr) == (0, "")
-    rows = re.findall(r"^  (\S+) +(\d+\.\d+)  ", done.stdout, re.MULTILINE)
-    listed = {name: float(sent) for name, sent in rows}
-    assert list(listed) == [*registry.names(Reducer), *registry.names(Strategy)]
-    assert listed["hierarchical"] == pytest.approx(2 * 3 / 4 * PAYLOAD / 1e6, abs=1e-3)
-    assert listed["bf16"] == pytest.approx(listed["hierarchical"] / 2, abs=1e-3)
-    assert listed["local-sgd"] == pytest.approx(listed["hierarchical"] / LocalSGD.Settings().every, abs=1e-3)
-
-
-def test_a_closed_pipe_gives_no_traceback() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-m", "hvdtrain.resnet", "--strategy", "help"],
-        env=environment(),
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        timeout=LIMIT_S,
-    )
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (1, b"")
 
 
 # --- virtual hosts ----------------------------------------------------------------------------------------------------

@@ -7,19 +7,16 @@ import itertools
 import json
 import os
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import runs
 from conftest import ROOT, finished, installed
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain import cli
-from hvdtrain.plan import profile, recorded
 from hvdtrain.sweep import command, dry_run, estimate, execute, file, folder, grid, missing, network, show
 from hvdtrain.sweep.__main__ import main
 from hvdtrain.sweep.dry_run import DryRun, command_flags
@@ -145,21 +142,6 @@ def test_every_order_contains_every_run_once(rates: int, hosts: int, seeds: int,
     assert runs == grid.runs(experiments, order)
 
 
-@given(*SIZES)
-def test_a_steady_drift_favours_no_setting_in_the_interleaved_order(
-    rates: int, hosts: int, seeds: int, repeats: int
-) -> None:
-    """Over every two rounds, all settings have the same mean position."""
-    runs = grid.runs(many_experiments(rates, hosts, seeds, repeats), "interleaved")
-    positions = defaultdict(list)
-    for run in runs:
-        positions[run.experiment.without_seed].append(run.order)
-    even = (seeds * repeats) // 2 * 2
-    assert len({sum(orders[:even]) for orders in positions.values()}) == 1
-    changes = sum(one.experiment.rate != other.experiment.rate for one, other in itertools.pairwise(runs))
-    assert changes == (rates - 1) * seeds * repeats, "the rate changes as rarely as possible"
-
-
 def test_runs_follow_the_protocol_and_are_numbered_by_kind(tmp_path: Path) -> None:
     sweep = read(tmp_path, 'protocol = "E,5T,E,5T,E"\norder = "as-written"\n[[grid]]\nseed = 1\n')
     experiments, _ = grid.experiments(sweep)
@@ -220,37 +202,21 @@ def test_values_that_are_measured_before_step_0_match_only_if_the_settings_leave
     ("text", "expected"),
     [
         ("naem = 'x'\n[[grid]]\n", ":1: unknown key 'naem' at the top of the file; known: name, protocol"),
-        ("\n[[grid]]\nseed = 1\n[[grid]]\nsede = 1\n", ":5: unknown key 'sede' in a grid; known: workload, command"),
         ("[cluster]\nvirtaul = ['a']\n[[grid]]\n", ":2: unknown key 'virtaul' in [cluster]; known: virtual"),
-        ("[cluster]\ncpu_share = 1\n[[grid]]\n", "use virtual or hostfile"),
         ("[cluster]\nvirtual = ['a', 'a']\n[[grid]]\n", "twice"),
-        ("[cluster]\nvirtual = ['a']\ndev = 'eth0'\n[[grid]]\n", ":3: dev needs hostfile"),
         ("[cluster]\nhostfile = 'lab'\nfill = true\n[[grid]]\n", ":3: fill needs virtual"),
-        ("[[grid]]\nhosts = 2\n", "only this machine"),
         ("[[grid]]\non = 'cluster'\n", "has no [cluster]"),
-        (CLUSTER + "[[grid]]\nhosts = [1, 5]\n", "hosts = 5: [cluster] has 4"),
         (CLUSTER + "[[grid]]\nrate = '10mbps'\nhosts = 2\n", "counts bytes"),
-        (CLUSTER + "[[grid]]\nrate = 10\n", ":4: rate: expected `str`, got `int`; hint: rate of every link"),
         ("[[grid]]\nrun_dir = 'x'\n", "run_dir cannot be used in a sweep"),
-        ("[[grid]]\nworkload = 'resnte'\n", "unknown workload 'resnte'; known: captioning, resnet"),
         ("[[grid]]\ncommand = 'nowhere.py --lr 1'\n", ":2: command = 'nowhere.py --lr 1': no file nowhere.py"),
-        ("[[grid]]\ncommand = 'true'\nworkload = 'resnet'\n", ":2: command cannot be combined with workload"),
         ("[[grid]]\ncommand = 'true'\n'a b' = 1\n", "neither a flag of the command"),
-        ("[[grid]]\nseed = []\n", "no values"),
         ("[[grid]]\nstrategy = 'powersdg'\n", ":2: --strategy powersdg: unknown strategy 'powersdg'"),
-        ("[[grid]]\nlr = nan\n", ":2: lr: expected `float`"),
         (f"[[grid]]\nepochs = {10**24}\n", ":2: epochs: expected `int` <="),
-        ("[[grid]]\nlauncher = 'srun'\n", "hint: launch/mpirun.sh"),
         ("[[grid]]\nlauncher = 'none'\nranks_per_host = 2\n", "one process"),
-        ("[[grid]]\nseed = [1, 2]\nlr = [1]\nzip = [['seed', 'lr']]\n", "seed has 2, lr has 1"),
         ("[[grid]]\nzip = ['seed']\n", "zip: expected `array`"),
-        ("protocol = '99999999T'\n[[grid]]\n", "more than 10,000 runs"),
         (f"[[grid]]\nseed = {[*range(200)]}\nlr = {[1.0 + n for n in range(200)]}\n", "40,000 runs"),
-        ("[[grid]]\nseed = " + "[" * 5000 + "]" * 5000, "nested more than"),
         ("order = 'sorted'\n[[grid]]\n", ":1: order: invalid enum value"),
-        ("name = '../x'\n[[grid]]\n", ":1: name: expected `str` matching"),
         ("[[grid]]\nconfig = 'nowhere.toml'\n", "No such file"),
-        ("seed = 1\n", "no grid"),
         ("[[grid]]\nseed = \n", "not TOML"),
     ],
 )
@@ -281,15 +247,6 @@ def test_settings_of_the_command_line_override_the_file(tmp_path: Path) -> None:
     assert [(one.hosts, one.flags["seed"], one.settings["label"]) for one in experiments] == [(1, 1, "x"), (2, 2, "x")]
 
 
-@settings(max_examples=200)
-@given(st.text(alphabet="ab[]{}=\"\n,.#1 '\\\x00é", max_size=60))
-def test_malformed_text_causes_an_error_without_a_traceback(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "any.toml"
-    path.write_bytes(text.encode())
-    with pytest.raises(Failure):
-        grid.experiments(file.read(path, (), FLAGS.__getitem__))
-
-
 def test_flags_are_switches_or_take_a_value_as_in_the_workload() -> None:
     defaults = {"timeline": False, "zero_gamma": True, "lr": 0.05}
     words = command_flags({"timeline": True, "zero_gamma": False, "lr": 1e-3}, defaults)
@@ -315,31 +272,6 @@ def test_durations_come_from_runs_of_the_same_experiment_or_similar_ones() -> No
     assert estimator.of(run_of(fast)) == estimate.Estimate(50.0, "measured")
     third = experiment(hosts=4, rate="1gbit", on="cluster", seed=1)
     assert estimator.of(run_of(third)) == estimate.Estimate(100.0, "similar")
-
-
-def test_a_run_is_predicted_from_a_finished_run_as_a_plan_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    slow, fast = (
-        experiment(hosts=hosts, rate=rate, on="cluster", strategy="hierarchical")
-        for hosts, rate in ((2, "10mbit"), (4, "100mbit"))
-    )
-    folder = tmp_path / "s" / "run"
-    runs.make(folder, hosts=2, rate_mbit=10.0, strategy="hierarchical", kind="timing", settings=slow.settings)
-    with runs.edited(folder / "metrics" / "rank0000.jsonl") as lines:
-        summary = lines[-1]
-    words = ["--hosts", "4", "--rates", "100mbit", "--strategy", "hierarchical", "--json"]
-    made = msgspec.structs.replace(recorded.as_profile(recorded.read(folder), []), factors={})
-    (folder / profile.NAME).write_text(json.dumps(profile.as_json(made)))  # so that no time of coding is measured
-    assert cli.command(["plan", "--from", str(folder), *words]) == 0
-    step_s = json.loads(capsys.readouterr().out)["networks"][0]["hosts"][0]["predictions"][0]["step_s"]
-    about = {"global_batch": 128, "steps": 50}
-    answer = dry_run.DryRun(config={"strategy": "hierarchical"}, plan=about, fingerprint="")
-    estimator = estimate.Estimator({fast.name: answer})
-    estimator.read(tmp_path)
-    others_s = sum(summary[name] for name in estimate.OTHER_PHASES)
-    assert estimator.of(run_of(fast)) == estimate.Estimate(pytest.approx(50 * step_s + others_s), "predicted")
-    assert estimator.of(run_of(slow)) == estimate.Estimate(pytest.approx(summary["train_s"] + others_s), "measured")
 
 
 def test_remaining_time_is_the_sum_of_runs_and_cooldown() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PROGRAMS, document, failing, here, launch, refused
+from conftest import PROGRAMS, document, failing, here, launch
 from runs import read_run
 from sklearn import metrics as known
 from sklearn.datasets import load_wine
@@ -162,18 +162,6 @@ def test_predictions_need_no_classes_and_other_columns_are_errors(runs: Path, ot
     (tmp_path / "run" / "columns.json").write_text('{"schema": "x"}')
     with pytest.raises(Failure, match="does not describe columns"):
         cli.command(["predict", str(tmp_path / "run"), str(other / "other.csv"), "--score"])
-
-
-@pytest.mark.parametrize(
-    ("flags", "code", "told"),
-    [
-        (["--layers", "30,x"], 78, "--layers 30,x is not a list of sizes"),
-        (["--data", "nothing.csv"], 65, "unknown data set 'nothing.csv'; hint: give breast-cancer, iris, wine or"),
-        (["--missing", "guess"], 2, "--missing"),
-    ],
-)
-def test_invalid_options_are_one_line(flags: list[str], code: int, told: str) -> None:
-    refused("tabular", *flags, code=code, said=told)
 
 
 def test_a_class_that_the_terminal_cannot_show_is_replaced(tmp_path: Path) -> None:

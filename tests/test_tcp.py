@@ -29,6 +29,7 @@ from thread_ranks import ThreadRendezvous, at_once, meetings, reach
 
 from hvdtrain import strategies
 from hvdtrain.comm import stream as streams
+from hvdtrain.comm.backends.base import RankGroup
 from hvdtrain.comm.backends.horovod import internal_error
 from hvdtrain.comm.backends.tcp import (
     QUEUE_BYTES,
@@ -40,7 +41,7 @@ from hvdtrain.comm.backends.tcp import (
 )
 from hvdtrain.comm.errors import PeerLost, lost_peer
 from hvdtrain.comm.stream import Stream
-from hvdtrain.comm.world import RankGroup, connect
+from hvdtrain.comm.world import connect
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Clock
 from hvdtrain.sentinel import auth

@@ -85,7 +85,7 @@ def test_nothing_is_lost(kind: Kind, seed: int, hosts: int, rounds: int, big: bo
         np.testing.assert_allclose(actual, expected, atol=rounding, rtol=0)
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "topk 0.001"])  # needs thousands of rounds
+@pytest.mark.parametrize("name", ["topk 0.01", "int4", "powersgd 4"])
 def test_the_mean_output_converges_to_constant_gradients(name: str) -> None:
     job, vectors = Job(KINDS[name], 4), gradients(0, 4)
     exact, total, errors = vectors.sum(axis=0, dtype=np.float64), np.zeros(vectors.shape[1]), {}

@@ -145,21 +145,6 @@ def test_the_throttle_uses_the_callers_ssh(users: tuple[User, User], lab: str) -
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
 
 
-def test_empty_names_are_rejected(users: tuple[User, User], lab: str) -> None:
-    alice, _ = users
-    for tool, words in (
-        ("cluster", ["exec", "--name", "", "a", "--", "true"]),
-        ("cluster", ["down", "--name", ""]),
-        ("cluster", ["up", "--name", "", "--hosts", "a"]),
-        ("throttle", ["clear", "--name", ""]),
-        ("throttle", ["10mbit", "--host", ""]),
-        ("throttle", ["10mbit", "--dev", ""]),
-    ):
-        done = alice.run("sudo", "-n", f"tools/{tool}.sh", *words)
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), (words, done.stderr)
-    assert alice.cluster("exec", "a", "--", "true").returncode == 0
-
-
 def test_nothing_is_imported_from_the_callers_folder_or_path(users: tuple[User, User], lab: str) -> None:
     """Modules in the current folder or in PYTHONPATH, with names that the tools import, are never run."""
     alice, _ = users

@@ -191,7 +191,7 @@ install() {
         pip uninstall --yes torch
     fi
     [[ $mpi == none ]] || extras+=,horovod
-    [[ $extent == demo ]] || extras+=,dev,export,parquet,tensorboard
+    [[ $extent == demo ]] || extras+=,dev,parquet,tensorboard
     [[ $extent == demo || $frameworks != *torch* ]] || extras+=,trainers
     pip install --constraint tools/constraints.txt --no-build-isolation --editable ".${extras:+[${extras#,}]}" "${packages[@]}"
     # For the readings in it alone (docs/workloads/solar.md): of what it imports nothing is needed.

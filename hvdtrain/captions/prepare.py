@@ -4,7 +4,7 @@
 converted as hvdtrain.data.images describes; `captions.json`, names and cleaned sentences in the same order;
 `vocabulary.json`, the words of the training captions; and `index.json` with statistics and every bad sample.
 
-**The split** is the source's own if it has one (Flickr8k's three lists, Karpathy's `split`). Otherwise images are split
+**The split** is the source's own if it has one (Flickr8k's three lists, a column `split`). Otherwise images are split
 in the proportions of `--split`, by a hash of the seed and the image's name.
 
 Bad samples may be captions or images; the captions of an undecodable image are skipped with it. Interruptions are safe
@@ -50,7 +50,7 @@ class CaptionsConfig(ImageOptions):
     """Options of `hvdtrain data captions`."""
 
     source: str
-    """Folder with images and captions: the original Flickr8k or Flickr30k, a captions.txt table, or COCO's JSON."""
+    """Folder with images and captions: the original Flickr8k or Flickr30k, or a captions.txt table."""
     size: str = "224x224"
     """Width x height of the prepared images in pixels."""
     split: str = "6000/1000/1000"

@@ -1,4 +1,4 @@
-"""Read captions and images in three formats; the first format that is found is used.
+"""Read captions and images in two formats; the first format that is found is used.
 
   1. `Flickr8k.token.txt`, or Flickr30k's `results_20130124.token`: lines `name.jpg#0<TAB>sentence`. Flickr8k's official
      split is optional: all of `Flickr_8k.trainImages.txt`, `Flickr_8k.devImages.txt` and `Flickr_8k.testImages.txt`,
@@ -7,13 +7,10 @@
      semicolons, tabs or bars. The columns `image` (or `image_name`, `file_name`, `filename`) and `caption` (or
      `comment`, `sentence`) are read, and `split` with Karpathy's names; others are left out. In a table with commas,
      sentences with commas are in double quotes.
-  3. One JSON file (`captions*.json`, `dataset*.json`, or the only one), either
-     COCO's `{"images": [{"id", "file_name"}], "annotations": [{"image_id", "caption"}]}`, or
-     Karpathy's `{"images": [{"filename", "split", "sentences": [{"raw"}]}]}`, whose `restval` is training data.
 
 The files and the images may be in any folders below the given one. If several images have the same name, the captions
 must give enough of the path. **Bad captions**, images without captions, and wrong names in the official lists are
-recorded with file and line, or the position in a JSON list. Blank lines, a byte order mark and CRLF are accepted.
+recorded with file and line. Blank lines, a byte order mark and CRLF are accepted.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -172,20 +168,13 @@ class _Reader:
         return paths[0], self.refused.get(paths[0], "")
 
     def _lines(self) -> Iterator[Line]:
-        """The captions, in any of the formats."""
+        """The captions, in either format."""
         for name in (*TOKENS, *TABLES):
             if self._one(self.files.get(name, [])):
                 self.source.file = self.files[name][0]
                 return self._tokens() if name in TOKENS else self._table()
-        documents = {name: paths for name, paths in self.files.items() if name.endswith(".json")}
-        likely = {name: paths for name, paths in documents.items() if name.startswith(("captions", "dataset"))}
-        path = self._one([path for paths in (likely or documents).values() for path in paths])
-        if not path:
-            message = f"{self.root} contains no captions"
-            hint = f"give a folder with {TOKENS[0]}, {' or '.join(TABLES)} (header image,caption), or COCO's JSON"
-            raise Failure(f"{message}; hint: {hint}", BAD_DATA)
-        self.source.file = path
-        return self._document()
+        hint = f"give a folder with {TOKENS[0]}, or {' or '.join(TABLES)} (header image,caption)"
+        raise Failure(f"{self.root} contains no captions; hint: {hint}", BAD_DATA)
 
     def _one(self, paths: Sequence[str]) -> str:
         """The only path, or ''. Raises Failure if there are several."""
@@ -242,42 +231,6 @@ class _Reader:
                 hint = "put a sentence with commas in double quotes"
                 self.source.problems[where] = f"{len(fields)} fields instead of {len(meanings)}; hint: {hint}"
 
-    def _document(self) -> Iterator[Line]:
-        file = self.source.file
-        data = files.read(self.root / file, SOURCE_BYTES)
-        self.digest.update(data)
-        try:
-            document = files.from_json(data)
-            images = document["images"]
-            if "annotations" in document:
-                yield from self._annotations(images, document["annotations"])
-            else:
-                yield from self._sentences(images)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            what = f"{type(error).__name__}: {error}"
-            hint = "give COCO's images[] and annotations[], or images[] with sentences[]"
-            raise Failure(f"{self.root / file} is not a captions file ({what}); hint: {hint}", BAD_DATA) from None
-
-    def _annotations(self, images: list[dict[str, Any]], annotations: list[dict[str, Any]]) -> Iterator[Line]:
-        # Number of images with each id; a caption of an id with two images is ambiguous.
-        ids = Counter(number for number, _ in {(image["id"], image.get("file_name")) for image in images})
-        by_id = {image["id"]: image for image in images if ids[image["id"]] == 1}
-        for number, annotation in enumerate(annotations):
-            where = f"{self.source.file}:annotations[{number}]"
-            image = by_id.get(annotation["image_id"])
-            if image is None:
-                many = ids[annotation["image_id"]]
-                owners = f"{many} images have" if many else "no image has"
-                self.source.problems[where] = f"{owners} the id {annotation['image_id']!r}"
-                continue
-            yield Line(where=where, image=_name(image), text=_text(annotation["caption"]), part=image.get("split"))
-
-    def _sentences(self, images: list[dict[str, Any]]) -> Iterator[Line]:
-        for number, image in enumerate(images):
-            for place, sentence in enumerate(image["sentences"]):
-                where = f"{self.source.file}:images[{number}].sentences[{place}]"
-                yield Line(where=where, image=_name(image), text=_text(sentence["raw"]), part=image.get("split"))
-
     def _official(self) -> dict[str, int] | None:
         """The split by the three official lists."""
         lists = [self._one(self.files.get(name, [])) for name in LISTS]
@@ -298,14 +251,3 @@ class _Reader:
                 else:
                     cut[image], first[image] = part, where
         return cut
-
-
-def _text(value: Any) -> str:
-    """The caption in a document; '' for a value that is not text, which is then reported as a caption without words."""
-    return value if isinstance(value, str) else ""
-
-
-def _name(image: dict[str, Any]) -> str:
-    """The name of an image, with its folder if the document contains it."""
-    name = str(image["file_name"] if "file_name" in image else image["filename"])
-    return f"{image['filepath']}/{name}" if image.get("filepath") else name

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import json
 import os
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 from hvdtrain.comm import lifecycle
-from hvdtrain.comm.backends.base import Communicator, Endpoint, Rendezvous
+from hvdtrain.comm.backends.base import Communicator, Endpoint, RankGroup, Rendezvous
 from hvdtrain.comm.backends.horovod import HorovodCommunicator
 from hvdtrain.comm.backends.mpi import MpiCommunicator
 from hvdtrain.comm.backends.tcp import TcpCommunicator
@@ -30,7 +29,6 @@ from hvdtrain.sentinel.waiting import LIMIT_S
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
-VARIABLE = "HVDTRAIN_BACKEND"
 Backend = str
 """horovod, or a key of BACKENDS"""
 BUILT_IN = ("horovod", "native", "tcp")
@@ -68,90 +66,53 @@ BACKENDS: dict[Backend, Callable[[str, Rendezvous, Endpoint, bool], Communicator
 A plug-in adds its own when it is imported."""
 
 
-@dataclasses.dataclass(frozen=True)
-class RankGroup:
-    """Ranks that have found each other and are watched by a sentinel: all that a backend needs to connect them."""
+def watched(rendezvous: Rendezvous, stall_limit_s: float = LIMIT_S) -> RankGroup:
+    """Start the sentinel of these ranks. Collective."""
+    elastic = isinstance(rendezvous, ViewRendezvous)
+    joining = rendezvous if isinstance(rendezvous, ViewRendezvous) and rendezvous.joining else None
+    own = rendezvous.host if isinstance(rendezvous, ViewRendezvous) else ""
+    loopback = Endpoint(own if own.startswith("127.") else "127.0.0.1", "lo", loopback=True)
+    if rendezvous.size == 1 and not joining:
+        return RankGroup(rendezvous, None, loopback)
+    first = rendezvous.local_rank == 0
+    sentinel = Sentinel(
+        rendezvous.rank, first=first, job_key=rendezvous.job_key, stall_limit_s=stall_limit_s, elastic=elastic
+    )
+    if isinstance(rendezvous, ViewRendezvous):
+        rendezvous.channel.watch(stall_limit_s)
+    lifecycle.report_to(sentinel)
+    atexit.register(sentinel.report_finished)
+    group = RankGroup(rendezvous, sentinel, loopback)
+    sentinel.join(group.gather)
+    if joining and loopback.address != own:
+        others = (address for host, address in joining.channel.addresses.items() if host != own)
+        # The launcher's own name may resolve to 127.0.1.1.
+        other = next((address for address in others if not address.startswith("127.")), "")
+        remote = {"": other} if other else {}
+        sentinel.route = interfaces.route(interfaces.addresses(), remote, other, interfaces.preferred_networks())
+    if route := sentinel.route:
+        return dataclasses.replace(group, endpoint=Endpoint(route.source, route.device))
+    if sentinel.hosts > 1:
+        return dataclasses.replace(group, endpoint=Endpoint(socket.gethostname(), None))
+    return group
 
-    rendezvous: Rendezvous
-    sentinel: Sentinel | None
-    """None for a single process"""
-    endpoint: Endpoint
-    between_hosts: Backend = dataclasses.field(default_factory=lambda: os.environ.get(VARIABLE) or "tcp")
-    """What connects the hosts for strategies that need `tcp`: tcp or mpi"""
 
-    @classmethod
-    def watched(cls, rendezvous: Rendezvous, stall_limit_s: float = LIMIT_S) -> RankGroup:
-        """Start the sentinel of these ranks. Collective."""
-        elastic = isinstance(rendezvous, ViewRendezvous)
-        joining = rendezvous if isinstance(rendezvous, ViewRendezvous) and rendezvous.joining else None
-        own = rendezvous.host if isinstance(rendezvous, ViewRendezvous) else ""
-        loopback = Endpoint(own if own.startswith("127.") else "127.0.0.1", "lo", loopback=True)
-        if rendezvous.size == 1 and not joining:
-            return cls(rendezvous, None, loopback)
-        first = rendezvous.local_rank == 0
-        sentinel = Sentinel(
-            rendezvous.rank, first=first, job_key=rendezvous.job_key, stall_limit_s=stall_limit_s, elastic=elastic
-        )
-        if isinstance(rendezvous, ViewRendezvous):
-            rendezvous.channel.watch(stall_limit_s)
-        lifecycle.report_to(sentinel)
-        atexit.register(sentinel.report_finished)
-        group = cls(rendezvous, sentinel, loopback)
-        sentinel.join(group.gather)
-        if joining and loopback.address != own:
-            others = (address for host, address in joining.channel.addresses.items() if host != own)
-            # The launcher's own name may resolve to 127.0.1.1.
-            other = next((address for address in others if not address.startswith("127.")), "")
-            remote = {"": other} if other else {}
-            sentinel.route = interfaces.route(interfaces.addresses(), remote, other, interfaces.preferred_networks())
-        if route := sentinel.route:
-            return dataclasses.replace(group, endpoint=Endpoint(route.source, route.device))
-        if sentinel.hosts > 1:
-            return dataclasses.replace(group, endpoint=Endpoint(socket.gethostname(), None))
-        return group
+def launched(environment: LaunchEnv, stall_limit_s: float = LIMIT_S, *, elastic: bool = False) -> RankGroup:
+    """Find the ranks that the launcher started, without Horovod. Collective.
 
-    @classmethod
-    def launched(cls, environment: LaunchEnv, stall_limit_s: float = LIMIT_S, *, elastic: bool = False) -> RankGroup:
-        """Find the ranks that the launcher started, without Horovod. Collective.
+    `elastic`: the program continues if a host is lost. Raises Failure (69, 77) if the ranks cannot find each other,
+    (78) if the launcher expects the program to continue without lost hosts, and it cannot.
+    """
+    if environment.launcher != "elastic":
+        return watched(join(environment), stall_limit_s)
+    if not elastic:
+        raise unsupported()
+    return watched(join_elastic(), stall_limit_s)
 
-        `elastic`: the program continues if a host is lost. Raises Failure (69, 77) if the ranks cannot find each other,
-        (78) if the launcher expects the program to continue without lost hosts, and it cannot.
-        """
-        if environment.launcher != "elastic":
-            return cls.watched(join(environment), stall_limit_s)
-        if not elastic:
-            raise unsupported()
-        return cls.watched(join_elastic(), stall_limit_s)
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return the JSON-serializable value of every rank, in rank order, on all ranks."""
-        return [json.loads(text) for text in self.rendezvous.gather_bytes(json.dumps(value).encode())]
-
-    def measure_links(self) -> list[dict[str, Any]]:
-        """Measure the goodput of each host's link before a backend connects: see `Sentinel.measure_links`."""
-        return self.sentinel.measure_links(self.gather) if self.sentinel else []
-
-    def connect(
-        self, framework: str, gpu: bool = False, *, backend: Backend = "horovod", owned: bool = False
-    ) -> Communicator:
-        """Connect the ranks through a backend. Collective.
-
-        `gpu`: whether gradients are on a GPU. `owned`: the communicator shuts down this group too.
-        """
-        if backend == "horovod":
-            communicator = cast(Communicator, self.rendezvous)
-        else:
-            if backend == "tcp":
-                backend = self.between_hosts
-            if backend not in BACKENDS:
-                raise Failure(f"{VARIABLE} is {backend!r}; hint: use tcp or mpi", exits.BAD_CONFIG)
-            communicator = BACKENDS[backend](framework, self.rendezvous, self.endpoint, gpu)
-        communicator.use_group(self, framework, owned=owned)
-        return communicator
-
-    def subgroup(self, ranks: Sequence[int]) -> RankGroup:
-        """The group of these ranks. Collective: every rank of the whole group passes the ranks of its subgroup."""
-        return dataclasses.replace(self, rendezvous=Subgroup(self.rendezvous, ranks))
+def subgroup(group: RankGroup, ranks: Sequence[int]) -> RankGroup:
+    """The group of these ranks. Collective: every rank of the whole group passes the ranks of its subgroup."""
+    return dataclasses.replace(group, rendezvous=Subgroup(group.rendezvous, ranks))
 
 
 def find_ranks(
@@ -166,18 +127,18 @@ def find_ranks(
     """Find the other ranks of this job and start the sentinels. Collective.
 
     `horovod`: let Horovod find them, which is then the backend. `timeline`: allow Horovod's timeline to start later.
-    `stall_limit_s`: see `launch.stalls`; 0 for no limit. `elastic`: see `RankGroup.launched`. Raises Failure (69) if
+    `stall_limit_s`: see `launch.stalls`; 0 for no limit. `elastic`: see `launched`. Raises Failure (69) if
     Horovod is missing, ranks cannot be found, or there are fewer ranks or hosts than the launcher started.
     """
     environment = launch_env()
     if not horovod:
-        group = RankGroup.launched(environment, stall_limit_s, elastic=elastic)
+        group = launched(environment, stall_limit_s, elastic=elastic)
     else:
         if stall_limit_s:  # Horovod's own check names the stalled ranks; it takes whole seconds
             os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(max(1, round(stall_limit_s))))
         single = environment.launcher == "alone"
         ranks = Communicator() if single else HorovodCommunicator(framework, gpu=gpu, timeline=timeline)
-        group = RankGroup.watched(ranks, stall_limit_s)
+        group = watched(ranks, stall_limit_s)
     if isinstance(group.rendezvous, ViewRendezvous) and group.rendezvous.joining:
         return group
     if (found := group.rendezvous.size) != environment.size:
@@ -210,19 +171,35 @@ def _check_complete(group: RankGroup) -> None:
             raise Failure(f"{what}; hint: {hint}", exits.UNREACHABLE)
 
 
+def alone(framework: str) -> Communicator:
+    """Connect this process to no other rank, whatever has started it."""
+    return connect(framework, backend="tcp", group=watched(Communicator()))
+
+
 def connect(
     framework: str,
     gpu: bool = False,
     *,
     backend: Backend = "horovod",
     group: RankGroup | None = None,
+    owned: bool = False,
     stall_limit_s: float = LIMIT_S,
 ) -> Communicator:
-    """Find the ranks of this job and connect them through a backend. Collective.
+    """Connect the ranks of this job, or of a group that have found each other, through a backend. Collective.
 
-    `group`: ranks that have found each other before and outlive the communicator. Raises Failure (69) if Horovod is
-    missing or the ranks cannot be connected.
+    `gpu`: whether gradients are on a GPU. `owned`: the communicator shuts down the group too, as it does without a
+    given one. Raises Failure (69) if Horovod is missing or the ranks cannot be connected.
     """
-    owned = group is None
-    group = group or find_ranks(framework, horovod=backend == "horovod", gpu=gpu, stall_limit_s=stall_limit_s)
-    return group.connect(framework, gpu, backend=backend, owned=owned)
+    if group is None:
+        group = find_ranks(framework, horovod=backend == "horovod", gpu=gpu, stall_limit_s=stall_limit_s)
+        owned = True
+    if backend == "horovod":
+        communicator = cast(Communicator, group.rendezvous)
+    else:
+        if backend == "tcp":
+            backend = group.between_hosts
+        if backend not in BACKENDS:
+            raise Failure(f"HVDTRAIN_BACKEND is {backend!r}; hint: use tcp or mpi", exits.BAD_CONFIG)
+        communicator = BACKENDS[backend](framework, group.rendezvous, group.endpoint, gpu)
+    communicator.use_group(group, framework, owned=owned)
+    return communicator

@@ -277,7 +277,7 @@ def software(hosts: Hosts) -> None:
     if facts["environment"] and "horovod" in facts["environment"]["packages"]:
         report.add(*checks.horovod(here, built, loaded))
     report.add(*checks.mpi(here, loaded), *checks.wheel_settings(here, facts, os.environ, hosts.several))
-    report.add(*checks.exposed(here, os.environ), *host_checks.tensorflow_server(here, facts))
+    report.add(*checks.exposed(here, os.environ))
 
 
 def nic_of(host: str, hosts: Hosts) -> dict[str, Any] | None:
@@ -332,7 +332,7 @@ def links(hosts: Hosts, addresses: dict[str, str], listed: list[str]) -> None:
         what = f"ports could not be tried: {problem}"
         report.add(Check(name="ports", status=FAIL, where=", ".join(agents), what=what, fix=fix))
         return
-    report.add(*link_checks.judge_ports(tried, addresses), *link_checks.judge_congestion(tried))
+    report.add(*link_checks.judge_ports(tried, addresses))
     computing = {host: agents[host] for host in listed if host in agents}
     if len(computing) > 1 and not hosts.options.quick:
         link_checks.speeds(computing, addresses, tried, report.progress, report.add)

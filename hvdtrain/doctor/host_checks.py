@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain.doctor.checks import FAIL, OK, WARN, Check
-from hvdtrain.system import socket_filter
 
 Facts = Mapping[str, Any]
 
@@ -34,22 +32,6 @@ def disk(where: str, facts: Facts) -> Check:
         status, what = WARN, f"{what}: enough for a few runs only"
         fix = "free some space, or choose another folder with --run-dir"
     return Check(name="disk", status=status, where=where, what=what, fix=fix, facts=dict(disk))
-
-
-def tensorflow_server(where: str, facts: Facts) -> list[Check]:
-    """Check that the kernel can keep other machines from TensorFlow's gRPC server (SECURITY.md)."""
-    environment = facts["environment"]
-    if not environment or not {"tensorflow", "tensorflow-cpu"} & set(environment["packages"]):
-        return []
-    try:
-        with socket.socket() as decoy:
-            socket_filter.only_strangers(decoy, ["127.0.0.1"])
-    except OSError as error:
-        what = f"the kernel cannot filter connections to TensorFlow's gRPC server ({error.strerror})"
-        fix = "with TensorFlow use another --strategy than native, which does not start here"
-        return [Check(name="grpc-filter", status=WARN, where=where, what=what, fix=fix)]
-    what = "TensorFlow's gRPC server (--strategy native) can be protected from other machines"
-    return [Check(name="grpc-filter", status=OK, where=where, what=what)]
 
 
 # --- names and interfaces --------------------------------------------------------------------------------------------

@@ -95,18 +95,6 @@ def judge_ports(tried: Mapping[tuple[str, str], list[dict[str, Any]]], addresses
     return checks
 
 
-def judge_congestion(tried: Mapping[tuple[str, str], list[dict[str, Any]]]) -> list[Check]:
-    """Warn of BBR, which sent thousands of packets twice on slow links (docs/project/decisions.md)."""
-    senders = [
-        a for (a, _), results in tried.items() if any("bbr" in result.get("congestion", "") for result in results)
-    ]
-    if not senders:
-        return []
-    what = "TCP uses BBR: at 10 Mbit/s, exact sums took 10 to 14 % longer than with CUBIC, and bf16 sums 32 to 43 %"
-    fix = "as root: sysctl -w net.ipv4.tcp_congestion_control=cubic"
-    return [Check(name="congestion", status=WARN, where=", ".join(dict.fromkeys(senders)), what=what, fix=fix)]
-
-
 def is_open(results: Sequence[Mapping[str, Any]]) -> bool:
     return all(result["result"] == "open" for result in results)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -21,72 +22,18 @@ def is_initialized() -> bool:
     return is_connected()
 
 
-def rank() -> int:
-    return job().rank
+def _function(name: str, answer: Callable[[], Any]) -> Callable[[], Any]:
+    """`answer` as a function of this name: Horovod's function of the same name takes its place while it runs."""
+
+    def function() -> Any:
+        return answer()
+
+    function.__name__ = function.__qualname__ = name
+    return function
 
 
-def size() -> int:
-    return job().size
-
-
-def local_rank() -> int:
-    return job().local_rank
-
-
-def local_size() -> int:
-    return job().local_size
-
-
-def cross_rank() -> int:
-    return job().cross_rank
-
-
-def cross_size() -> int:
-    return job().cross_size
-
-
-def is_homogeneous() -> bool:
-    return job().is_homogeneous
-
-
-def mpi_threads_supported() -> bool:
-    return False
-
-
-def mpi_enabled() -> bool:
-    return False
-
-
-def mpi_built() -> bool:
-    return False
-
-
-def gloo_enabled() -> bool:
-    return False
-
-
-def gloo_built() -> bool:
-    return False
-
-
-def cuda_built() -> bool:
-    return False
-
-
-def rocm_built() -> bool:
-    return False
-
-
-def ddl_built() -> bool:
-    return False
-
-
-def nccl_built() -> int:
-    return 0
-
-
-def ccl_built() -> int:
-    return 0
+def _place(name: str) -> Any:
+    return getattr(job(), name)
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
@@ -97,23 +44,21 @@ def stop_timeline() -> None:
     """Does nothing, since nothing records a timeline."""
 
 
+_PLACES = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "is_homogeneous")
+_MISSING = ("mpi_threads_supported", "mpi_enabled", "gloo_enabled")
+_LIBRARIES = ("mpi_built", "gloo_built", "cuda_built", "rocm_built", "ddl_built")
 INITIALISED: tuple[Callable[..., Any], ...] = (
     is_initialized,
-    rank,
-    size,
-    local_rank,
-    local_size,
-    cross_rank,
-    cross_size,
-    is_homogeneous,
-    mpi_threads_supported,
-    mpi_enabled,
-    gloo_enabled,
+    *(_function(name, functools.partial(_place, name)) for name in _PLACES),
+    *(_function(name, lambda: False) for name in _MISSING),
     start_timeline,
     stop_timeline,
 )
 """Functions that describe the job"""
-BUILT: tuple[Callable[..., Any], ...] = mpi_built, gloo_built, cuda_built, rocm_built, ddl_built, nccl_built, ccl_built
+BUILT = (
+    *(_function(name, lambda: False) for name in _LIBRARIES),
+    *(_function(name, lambda: 0) for name in ("nccl_built", "ccl_built")),
+)
 """Functions that describe Horovod's library"""
 
 
@@ -133,11 +78,11 @@ def broadcast_object(
 ) -> Any:
     """Return `root_rank`'s object on all ranks. Collective."""
     calls, ranks, name = job().calls, members(process_set), name or type(obj).__name__
-    own = np.frombuffer(cloudpickle.dumps(obj) if rank() == root_rank else b"", np.uint8)
+    own = np.frombuffer(cloudpickle.dumps(obj) if job().rank == root_rank else b"", np.uint8)
     length = calls.call("broadcast", np.array([len(own)]), name=f"{name}.sz", root=root_rank, ranks=ranks)
-    packed = own if rank() == root_rank else np.zeros(int(length[0]), np.uint8)
+    packed = own if job().rank == root_rank else np.zeros(int(length[0]), np.uint8)
     packed = calls.call("broadcast", packed, name=f"{name}.t", root=root_rank, ranks=ranks)
-    return obj if rank() == root_rank else pickle.loads(packed.tobytes())
+    return obj if job().rank == root_rank else pickle.loads(packed.tobytes())
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: Any = global_process_set) -> list[Any]:

@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.comm import lifecycle
-from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm import world as comm_world
+from hvdtrain.comm.backends.base import Communicator, RankGroup
 from hvdtrain.comm.backends.horovod import HorovodCommunicator
 from hvdtrain.comm.backends.tcp import TcpCommunicator
 from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.comm.stream import connect_ranks, swap
-from hvdtrain.comm.world import RankGroup, connect
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.horovod_api import process_sets as sets
 from hvdtrain.horovod_api import ranks, record
@@ -188,12 +188,12 @@ def _launched(front: Front) -> RankGroup:
     """Forms the group of the ranks that the launcher started. Collective."""
     environment = launch_env()
     if environment.launcher != "elastic":
-        return RankGroup.launched(environment, stall_limit_s())
-    group = RankGroup.launched(environment, stall_limit_s(), elastic=True)
+        return comm_world.launched(environment, stall_limit_s())
+    group = comm_world.launched(environment, stall_limit_s(), elastic=True)
     os.environ["HOROVOD_ELASTIC"] = "1"  # Horovod's functions for graphs then ask for the number of ranks in each step
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # how the launcher asks ranks to stop
         signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(128 + signal.SIGTERM))
-    return dataclasses.replace(group, rendezvous=group.connect(front.framework, backend="tcp"))
+    return dataclasses.replace(group, rendezvous=comm_world.connect(front.framework, backend="tcp", group=group))
 
 
 def exchange(strategy: str | None = None) -> Exchange | None:
@@ -219,7 +219,7 @@ def _form_group(front: Front) -> None:
     """Forms the group of the ranks that Horovod connects, once. Collective."""
     global _group
     if _group is None and front.get("size")() > 1:
-        _group = RankGroup.watched(HorovodCommunicator(front.framework, gpu=False, timeline=False), stall_limit_s())
+        _group = comm_world.watched(HorovodCommunicator(front.framework, gpu=False, timeline=False), stall_limit_s())
 
 
 def recorder(
@@ -234,11 +234,11 @@ def recorder(
         return record.steps()
     if ranks.current is not None and ranks.current.joins:
         return None  # the others have opened the run folder
-    group = _group or RankGroup.watched(Communicator())
+    group = _group or comm_world.watched(Communicator())
     if ranks.current is not None:
         group_ranks, default = world or ranks.current.world(), DEFAULT_REDUCER
     else:
-        group_ranks, default = connect(next(iter(_fronts)), group=group), TrainConfig.strategy
+        group_ranks, default = comm_world.connect(next(iter(_fronts)), group=group), TrainConfig.strategy
     exchange, gather = exchange or parse(default), functools.partial(_last_gather, group)
     return record.begin(group_ranks, exchange, shapes=shapes, device=device, threads=threads, gather=gather)
 
@@ -294,7 +294,7 @@ def _switch_to_tcp() -> None:
     global _group
     front = next(iter(_fronts.values()))
     numbered = front.get("_basics")._get_process_set_ids_and_ranks()
-    group = _group or RankGroup.watched(Communicator())
+    group = _group or comm_world.watched(Communicator())
     rendezvous = group.rendezvous
     if rendezvous.size > 1:  # later connections can no longer use Horovod to exchange addresses
         rendezvous = TcpCommunicator(rendezvous, group.endpoint)

@@ -12,11 +12,11 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from hvdtrain.comm import lifecycle
-from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.backends.base import Communicator, RankGroup
 from hvdtrain.comm.backends.tcp import TcpCommunicator
 from hvdtrain.comm.elastic import ElasticCommunicator
 from hvdtrain.comm.errors import PeerLost
-from hvdtrain.comm.world import RankGroup, connect
+from hvdtrain.comm.world import connect
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.horovod_api.calls import Calls
 from hvdtrain.strategies import Exchange, Strategy

@@ -1,9 +1,9 @@
 """Import published weights of VGG16: `hvdtrain data vgg16 WEIGHTS DST`.
 
 **Input** (recognized by content, not by name):
-  torchvision   its state dict, a file of `torch.save`; or safetensors or npz with the same names
-  Keras         npz or safetensors with the arrays of `keras.applications.VGG16` under their paths in the model,
-                such as `block1_conv1/kernel`; Keras 2 appended `:0`
+  torchvision   its state dict, a file of `torch.save`; or safetensors with the same names
+  Keras         safetensors with the arrays of `keras.applications.VGG16` under their paths in the model, such as
+                `block1_conv1/kernel`; Keras 2 appended `:0`
 
 **Output**: safetensors with torchvision's names and shapes, float32, without the last layer. Its metadata contains the
 preprocessing of the training and a digest of the arrays, which does not depend on the kind of source.
@@ -16,12 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import os
 import re
 import secrets
-import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +30,6 @@ from numpy.typing import NDArray
 from hvdtrain.data.making import check_destination
 from hvdtrain.models.layers import Arrays
 from hvdtrain.models.vgg16 import LAYERS, LINEAR, POOL, PREPROCESSING, STAGES, parameters
-from hvdtrain.records import arrays_file
 from hvdtrain.system import files
 from hvdtrain.system.exits import BAD_DATA, IO_ERROR, Failure
 
@@ -51,8 +47,8 @@ KERAS_LAYERS = {
 KERAS_NAME = re.compile(r"(block\d_conv\d|fc\d|predictions)/(kernel|bias)(?::0)?$")
 IGNORED = ("classifier.6.", "predictions")  # the last layer
 FROM_KERAS = (
-    "import keras, numpy; model = keras.applications.VGG16(weights={path!r});"
-    " numpy.savez('vgg16.npz', **{{w.path: w.numpy() for w in model.weights}})"
+    "import keras; from safetensors.numpy import save_file; model = keras.applications.VGG16(weights={path!r});"
+    " save_file({{w.path: w.numpy() for w in model.weights}}, 'vgg16.safetensors')"
 )
 
 
@@ -61,7 +57,7 @@ class Vgg16Config:
     """Options of `hvdtrain data vgg16`."""
 
     source: str
-    """File with published weights: torchvision's .pth, or torchvision's or Keras' arrays as .npz or .safetensors."""
+    """File with published weights: torchvision's .pth, or torchvision's or Keras' arrays as .safetensors."""
     destination: str
     """File to create, for example vgg16.safetensors; must not exist."""
     dry_run: bool = False
@@ -115,18 +111,16 @@ def _read(path: Path) -> dict[str, NDArray[Any]]:
         command = FROM_KERAS.format(path=str(path))
         raise Failure(f'{path} is HDF5; hint: where Keras is installed, run `python -c "{command}"`', BAD_DATA)
     try:
-        if head.startswith(b"PK") and any(name.endswith(".npy") for name in zipfile.ZipFile(path).namelist()):
-            return _npz(path)
         if head[8:9] == b"{":
             return _safetensors(path)
-    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
+    except ValueError as error:
         raise Failure(f"{path} is damaged ({error}); hint: download it again", BAD_DATA) from None
     if not head.startswith((b"PK", b"\x80")):  # torch.save writes a zip of tensors, or a plain pickle for torchvision
-        raise Failure(f"{path} is not a file of torch.save, npz or safetensors", BAD_DATA)
+        raise Failure(f"{path} is not a file of torch.save or safetensors", BAD_DATA)
     try:
         from hvdtrain.models.vgg16_torch import read_state_dict
     except ImportError:
-        hint = "`pip install torch`, or give npz or safetensors"
+        hint = "`pip install torch`, or give safetensors"
         raise Failure(f"{path} is a file of torch.save, which needs PyTorch; hint: {hint}", BAD_DATA) from None
     return read_state_dict(path)
 
@@ -140,25 +134,6 @@ def _safetensors(path: Path) -> Arrays:
         return load_file(path)
     except (SafetensorError, TypeError, KeyError) as error:
         raise ValueError(error) from None
-
-
-def _npz(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of an npz file. Each must be floats, and its length must match its header, before it is unpacked.
-
-    Raises ValueError, and what zipfile raises.
-    """
-    with zipfile.ZipFile(path) as archive:
-        members = archive.infolist()
-        if (size := sum(member.file_size for member in members)) > MOST_BYTES:
-            raise ValueError(f"it unpacks to {size / 1e9:.1f} GB, more than VGG16 in float64")
-        for member in members:
-            with archive.open(member) as file:
-                shape, _, kind = arrays_file.read_npy_head(file)
-                if kind.kind != "f" or file.tell() + math.prod(shape) * kind.itemsize != member.file_size:
-                    array = f"{member.filename!r:.80}, {kind!s:.80} {shape!s:.80},"
-                    raise ValueError(f"{array} does not match its {member.file_size} bytes")
-    with np.load(path, allow_pickle=False) as npz:
-        return dict(npz)
 
 
 # --- 2. convert published names and shapes ----------------------------------------------------------------------------

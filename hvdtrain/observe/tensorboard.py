@@ -26,74 +26,52 @@ LEFT_OUT = {"step", "epoch", "samples", "warmup", "best", "unix_s", "began_unix_
 LEFT_OUT |= {"ranks", "hosts", "parameters", "global_batch", "epochs", "steps"}
 
 
-def check(option: str = "--tensorboard") -> None:
+def check() -> None:
     """Raises Failure (78) if the tensorboard package is missing."""
     if importlib.util.find_spec("tensorboard") is None:
-        raise Failure(f"{option}: the package is missing; hint: pip install tensorboard", exits.BAD_CONFIG)
-
-
-class Events:
-    """A new event file. Times are in seconds since 1970."""
-
-    def __init__(self, path: Path, unix_s: float) -> None:
-        """Raises OSError, as all methods do."""
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        self._session = event_pb2.SessionLog
-        self._file = path.open("wb")
-        self._out = RecordWriter(self._file)
-        self._put(0, unix_s, file_version="brain.Event:2")
-
-    def start(self, step: int, unix_s: float) -> None:
-        """Make TensorBoard ignore the points of older files from this step on."""
-        self._put(step, unix_s, session_log=self._session(status=self._session.START))
-
-    def add(self, record: records.Record, unix_s: float) -> None:
-        """Write the record's numbers as scalars."""
-        if points := numbers(record):
-            values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in points.items()]
-            self._put(step_of(record), unix_s, summary=self._summary(value=values))
-
-    def flush(self) -> None:
-        self._out.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _put(self, step: int, unix_s: float, **content: Any) -> None:
-        self._out.write(self._event(wall_time=unix_s, step=step, **content).SerializeToString())
+        raise Failure("--tensorboard: the package is missing; hint: pip install tensorboard", exits.BAD_CONFIG)
 
 
 class Scalars(records.Writer):
-    """Writes records to `path`, and their numbers to an event file in `folder`."""
+    """Writes records to `path`, and their numbers to a new event file in `folder`."""
 
     def __init__(self, path: Path, folder: Path) -> None:
         """Raises Failure (73, 74)."""
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
         super().__init__(path)
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._session = event_pb2.SessionLog
         self._folder, self._started = folder, False
         try:
             folder.mkdir(parents=True, exist_ok=True)
             name = f"events.out.tfevents.{time.time_ns():020d}.{socket.gethostname()}.{os.getpid()}"
-            self._events = Events(folder / name, time.time())
+            self._events = (folder / name).open("wb")
+            self._out = RecordWriter(self._events)
+            self._put(0, file_version="brain.Event:2")
         except OSError as error:
             raise Failure(f"{folder}: {error.strerror}; hint: choose another --run-dir", exits.CANNOT_WRITE) from error
 
     def write(self, record: records.Record) -> None:
         super().write(record)
         try:
-            if not self._started:
-                self._events.start(step_of(record), time.time())
+            if not self._started:  # TensorBoard then ignores the points of older files from this step on
+                self._put(step_of(record), session_log=self._session(status=self._session.START))
                 self._started = True
-            self._events.add(record, time.time())
-            self._events.flush()
+            if points := numbers(record):
+                values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in points.items()]
+                self._put(step_of(record), summary=self._summary(value=values))
+            self._out.flush()
         except OSError as error:
             raise Failure(f"{self._folder}: {error.strerror}; hint: free space and --resume", exits.IO_ERROR) from error
 
     def close(self) -> None:
         super().close()
         self._events.close()
+
+    def _put(self, step: int, **content: Any) -> None:
+        self._out.write(self._event(wall_time=time.time(), step=step, **content).SerializeToString())
 
 
 def numbers(record: records.Record) -> dict[str, float]:

@@ -5,10 +5,10 @@
   see what larger batches cost.
 - `coding` measures what reducers cost the processor.
 - `network` describes links between hosts, in TCP payload; `probe` measures the links of real hosts over ssh.
-- `simulation` simulates computation, coding and links of all hosts; `stages` does so for a pipeline.
+- `simulation` simulates computation, coding and links of all hosts.
 - `prediction` turns a profile, hosts and a strategy into a prediction, whose `interval` follows from recorded errors.
 - `learning` holds recorded effects of each strategy on accuracy and on the number of steps.
 - `choice` implements `--strategy auto`.
 - `recorded` uses a recorded run as the profile, and `advice` says after a run what would have been faster.
-- `report` makes tables, advice and the figure of the command `hvdtrain plan`, which is in `command`.
+- `report` makes the tables and the advice of the command `hvdtrain plan`, which is in `command`.
 """

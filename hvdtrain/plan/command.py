@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import importlib.util
 import json
-import os
 import re
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +19,8 @@ from hvdtrain.plan.observe import global_batch
 from hvdtrain.plan.prediction import Host
 from hvdtrain.plan.profile import Profile
 from hvdtrain.plan.report import Plan
-from hvdtrain.results import figures
 from hvdtrain.strategies.spec import Exchange, parse
-from hvdtrain.system import exits, files
+from hvdtrain.system import exits
 from hvdtrain.system.arguments import Parser
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.rates import goodput_both_ways, parse_rate, show_rate
@@ -101,7 +97,6 @@ def parser() -> Parser:
     )
     top.add_argument("--cores", type=float, metavar="N", help="cores of each host (default: this machine's)")
     top.add_argument("--strategy", action="append", metavar="S", help="predict this one; give it again for more")
-    top.add_argument("--figure", type=Path, metavar="FILE", help="draw time against hosts: .svg, .png or .pdf")
     top.add_argument("--fresh", action="store_true", help="profile again, although there is a profile")
     top.add_argument("--json", action="store_true", help="print one JSON document")
     return top
@@ -119,10 +114,6 @@ def main(arguments: Sequence[str]) -> int:
         raise Failure(f"--parameters and --step-seconds belong together; hint: {hint}", exits.USAGE)
     if launch_env().size > 1:
         raise Failure("hvdtrain plan is one process; hint: start it without a launcher", exits.USAGE)
-    if options.figure and options.figure.suffix[1:] not in figures.FORMATS:
-        raise Failure(f"--figure {options.figure}: not .svg, .png or .pdf; hint: give FILE.svg", exits.USAGE)
-    if options.figure:
-        _check_writable(options.figure)
     for name, (least, most) in BOUNDS.items():
         value = getattr(options, name)
         if value is not None and not least <= value <= most:
@@ -141,21 +132,8 @@ def main(arguments: Sequence[str]) -> int:
     rates = rates_of(options.rates) if options.rates is not None else None
     make = _from_run if options.run else _from_sizes if options.parameters else _from_workload
     plan = make(options, counts, rates)
-    if options.figure:
-        figures.save(report.figure(plan), options.figure)
     print(json.dumps(report.as_json(plan)) if options.json else report.text(plan))
     return exits.OK
-
-
-def _check_writable(path: Path) -> None:
-    """Raise Failure (73) for a file that cannot be written, before the profile takes its time."""
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise files.unwritable(path, error, "give a file in a folder that is writable") from error
 
 
 def counts_of(text: str) -> list[int]:
@@ -236,15 +214,11 @@ Cases = Mapping[str, Mapping[int, tuple[Sequence[Host], int]]]
 """Name of the network -> number of hosts -> the hosts, and the samples of a step"""
 
 
-def _plan(
-    made: Profile, exchanges: Sequence[Exchange], one: tuple[Sequence[Host], int], cases: Cases, *, stages: bool
-) -> Plan:
-    """Predict all cases. `one`: a single host. `stages`: whether to predict pipeline stages too."""
+def _plan(made: Profile, exchanges: Sequence[Exchange], one: tuple[Sequence[Host], int], cases: Cases) -> Plan:
+    """Predict all cases. `one`: a single host."""
 
     def predictions(hosts: Sequence[Host], batch: int) -> list[prediction.Prediction]:
-        found = [prediction.predict(made, each, hosts, batch) for each in exchanges]
-        staged = prediction.predict_stages(made, hosts, batch) if stages else None
-        return [*found, staged] if staged else found
+        return [prediction.predict(made, each, hosts, batch) for each in exchanges]
 
     alone = prediction.predict(made, exchanges[0], *one)
     networks = {}
@@ -271,7 +245,7 @@ def _equal_hosts(
 
     rates = rates or [10_000_000, 100_000_000, 1_000_000_000]
     cases = {show_rate(rate): {count: case(rate, count) for count in counts or [1, 2, 4, 8]} for rate in rates}
-    return _plan(made, exchanges, case(rates[0], 1), cases, stages=ranks == 1 and not options.strategy)
+    return _plan(made, exchanges, case(rates[0], 1), cases)
 
 
 def _from_workload(options: Any, counts: Sequence[int] | None, rates: Sequence[int] | None) -> Plan:
@@ -286,7 +260,7 @@ def _from_workload(options: Any, counts: Sequence[int] | None, rates: Sequence[i
     if cluster:
         some = [cluster[:count] for count in counts or ()]
         cases = {len(each): (each, global_batch(config, sum(host.ranks for host in each))) for each in some}
-        plan = _plan(made, able, cases[1], {"measured links": cases}, stages=False)
+        plan = _plan(made, able, cases[1], {"measured links": cases})
         speeds = [f"{host.name} {8e-6 * host.link.up:.3g} up, {8e-6 * host.link.down:.3g} down" for host in cluster]
         notes = [f"Mbit/s: {', '.join(speeds)}", *notes]
     else:
@@ -331,7 +305,7 @@ def _from_run(options: Any, counts: Sequence[int] | None, rates: Sequence[int] |
         exchanges = list({str(each): each for each in [run.exchange, *able]}.values())
         single = run.global_batch if run.config.global_batch_size else round(run.global_batch / len(hosts))
         links = {"the run's links": {len(hosts): (hosts, run.global_batch)}}
-        plan = _plan(made, exchanges, (hosts[:1], single), links, stages=False)
+        plan = _plan(made, exchanges, (hosts[:1], single), links)
     else:
         if len(hosts) > 1 and not run.links:
             notes = ["the run did not measure its links, so predictions are not adjusted to its step time"]

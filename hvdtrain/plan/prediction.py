@@ -7,21 +7,16 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from hvdtrain.models.layers import Layer
-from hvdtrain.pipeline import partition
 from hvdtrain.plan import interval, learning
-from hvdtrain.plan import stages as stage_simulation
 from hvdtrain.plan.coding import work
 from hvdtrain.plan.network import Link, Uplink
-from hvdtrain.plan.profile import FORWARD, Profile
+from hvdtrain.plan.profile import Profile
 from hvdtrain.plan.simulation import Message, Node, Traffic, link_s, simulate, transfer_s, uplink_s
-from hvdtrain.plan.stages import Stage
 from hvdtrain.strategies.algorithms.synchronous import buckets
 from hvdtrain.strategies.cost import Cost, Layout, Phase, elements
 from hvdtrain.strategies.spec import Exchange, component
 
 EXACT_REDUCER = "hierarchical"
-MICRO_BATCHES = 4
 MOST_WASTE = 0.1
 """Share of a step outside computation below which computation is the bottleneck"""
 
@@ -265,49 +260,6 @@ def best(predictions: Sequence[Prediction]) -> Prediction:
     """Return the prediction with the least time to a target, among those with a record if there are any."""
     recorded = [each for each in predictions if each.steps_factor]
     return min(recorded or predictions, key=lambda each: each.ranking_s)
-
-
-def predict_stages(profile: Profile, hosts: Sequence[Host], global_batch: int) -> Prediction | None:
-    """Predict a step with one stage of the model on each host; None if the model has too few layers.
-
-    The partition balances multiply-adds. A host has one rank.
-    """
-    layers = [Layer(name=str(i), arrays=(), output=(n,), multiply_adds=m) for i, (n, m) in enumerate(profile.layers)]
-    micro_batches = max(1, min(MICRO_BATCHES, global_batch // 2))
-    work = [layer.multiply_adds for layer in layers]
-    if not 1 < len(hosts) <= len(layers) or not sum(work):
-        return None
-    cut = partition.balanced(layers, len(hosts), work, 0.0)
-    samples = global_batch / micro_batches
-    stages = []
-    for number, node in enumerate(nodes_of(profile, hosts, samples)):
-        share = sum(work[layer] for layer in cut.part(number)) / sum(work)
-        last = number == len(hosts) - 1
-        stages.append(
-            Stage(
-                link=node.link,
-                forward_s=node.backward_s * share * FORWARD,
-                backward_s=node.backward_s * share * (1 - FORWARD),
-                update_s=node.update_s * share,
-                sent=0.0 if last else 4 * samples * cut.boundary_numbers(number),
-            )
-        )
-    step_s = stage_simulation.step_s(stages, micro_batches)
-    computing_s = max(micro_batches * (each.forward_s + each.backward_s) + each.update_s for each in stages)
-    sent = max(each.sent for each in stages)
-    slow_link = any(each.sent / min(each.link.up, each.link.down) > computing_s / micro_batches for each in stages)
-    return Prediction(
-        strategy=f"--stages {len(hosts)}",
-        hosts=len(hosts),
-        ranks=len(hosts),
-        global_batch=global_batch,
-        step_s=step_s,
-        computing_s=computing_s,
-        coding_s=0.0,
-        waiting_s=max(0.0, step_s - computing_s),
-        sent_bytes=2 * micro_batches * sent,
-        bottleneck="a link between stages" if slow_link else "the slowest stage",
-    )
 
 
 def unpredictable(profile: Profile, exchange: Exchange) -> str | None:

@@ -26,7 +26,6 @@ from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.data import Batch
 from hvdtrain.data.prepared import cache_folder, caching
 from hvdtrain.observe.timing import Clock
-from hvdtrain.records.types import Amount
 from hvdtrain.strategies import Exchanged, Strategy, Vectors
 from hvdtrain.strategies.algorithms.synchronous import buckets
 from hvdtrain.strategies.base import ReducerCost
@@ -94,8 +93,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """What else the times depend on: framework, precision, device ..."""
     shapes: Shapes
     """Shapes of the trainable arrays in a replica's vector"""
-    layers: list[tuple[Samples, Amount]] = []
-    """For each layer, the numbers of its output and its multiply-adds for one sample; empty: no pipeline stages"""
     epoch_samples: Annotated[int, Meta(ge=1, le=10**18)] | None
     """None for a script, whose data are unknown"""
     threads: Samples

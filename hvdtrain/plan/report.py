@@ -1,18 +1,15 @@
-"""A plan for people: tables, advice and a figure."""
+"""A plan for people: tables and advice."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain.observe.terminal import terminal_width, wrapped
 from hvdtrain.plan.prediction import Prediction, best
 from hvdtrain.plan.profile import Profile
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 GAIN = 1.05
 """More hosts are worth advice if they make training this many times as fast"""
@@ -188,25 +185,3 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "refused": dict(plan.refused),
         "notes": list(plan.notes),
     }
-
-
-def figure(plan: Plan) -> Figure:
-    """Draw the seconds per sample of the best strategy against hosts, one line for each network."""
-    from hvdtrain.results.figures import style  # slow to load
-
-    with style.settings():
-        drawn, (axis,) = style.grid(1, height_in=3.0)
-        for index, network in enumerate(plan.networks):
-            points = plan.best(network)
-            milliseconds = [1e3 / each.samples_per_s for each in points.values()]
-            axis.plot(list(points), milliseconds, label=network, **style.line(index), **style.marker(index))
-            ends = [each.interval_s or (each.step_s, each.step_s) for each in points.values()]
-            sizes = [1e3 / each.global_batch for each in points.values()]
-            band = [[pair[end] * size for pair, size in zip(ends, sizes, strict=True)] for end in (0, 1)]
-            axis.fill_between(list(points), *band, color=style.line(index)["color"], alpha=0.15, linewidth=0)
-        ideal = [1e3 / plan.one.samples_per_s / count for count in points]
-        axis.plot(list(points), ideal, color=style.SOFT, linewidth=1, linestyle=style.LONG, label="ideal")
-        axis.set(xlabel="hosts", ylabel="time per sample (ms), predicted", ylim=(0, None))
-        style.title(axis, f"{plan.profile.model}: best strategy")
-        style.legend(drawn, [axis], "")
-    return drawn

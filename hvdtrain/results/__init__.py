@@ -18,5 +18,4 @@ RESULTS = Path("results")
 TARGET = (None, 0.95)
 """Default of --target: the name of a score (None: the primary metric), and its value"""
 TABLES = ("csv", "json", "parquet")
-TARGETS = ("tensorboard", "mlflow")
-"""Values of `results export --to`: tables of runs, and other tools"""
+"""Values of `results export --to`"""

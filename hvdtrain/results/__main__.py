@@ -8,7 +8,7 @@ import math
 import sys
 from pathlib import Path
 
-from hvdtrain.results import RESULTS, TABLES, TARGET, TARGETS, figures
+from hvdtrain.results import RESULTS, TABLES, TARGET, figures
 from hvdtrain.system import exits
 from hvdtrain.system.arguments import Parser
 
@@ -22,7 +22,7 @@ examples:
   hvdtrain results strategies results/ --target 0.95
   hvdtrain results energy results/ --baseline 'hosts=1 and device=gpu'
   hvdtrain results compare results/before results/after --threshold 5%
-  hvdtrain results export results/ --to mlflow -o mlflow.db
+  hvdtrain results export results/ --to parquet -o runs.parquet
   hvdtrain results plot time results/ -o time.svg
   hvdtrain results report results/ -o report.html
 
@@ -82,12 +82,10 @@ def parser() -> Parser:
     compare.add_argument("b", type=Path, metavar="B")
     compare.add_argument("--threshold", type=fraction, default=0.05, help="smallest relevant change (default: 5%%)")
     compare.add_argument("--where", metavar="TEST", help="select runs, e.g. 'hosts>1'")
-    export = add("export", "runs for other programs: a table, or the records for another tool", forms=False)
-    words = "a table with every column of every run, or a tool (default: csv)"
-    export.add_argument("--to", "--format", choices=(*TABLES, *TARGETS), default="csv", dest="to", help=words)
+    export = add("export", "a table of runs with every column, for other programs", forms=False)
+    export.add_argument("--to", "--format", choices=TABLES, default="csv", dest="to", help="default: csv")
     export.add_argument("--json", action="store_const", dest="to", const="json", help="same as --to json")
-    words = "default: standard output; for tensorboard a folder, for mlflow its SQLite file"
-    export.add_argument("-o", "--output", type=Path, metavar="DEST", help=words)
+    export.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: standard output")
     plot = add("plot", "a figure as SVG, PNG or PDF", roots=False, forms=False)
     plot.description = "A figure:\n" + "\n".join(f"  {name:<14}{what}" for name, (what, *_) in figures.KINDS.items())
     plot.add_argument("kind", choices=tuple(figures.KINDS), metavar="KIND")

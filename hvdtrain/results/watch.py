@@ -8,13 +8,13 @@ import math
 import os
 import sys
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -23,7 +23,7 @@ from hvdtrain.observe.progress import duration, on_terminal
 from hvdtrain.results import RESULTS, scores
 from hvdtrain.results.read import folders, steps, values
 from hvdtrain.results.read.run import metrics_file
-from hvdtrain.results.read.steps import RECENT, RankMetrics
+from hvdtrain.results.read.steps import RankMetrics
 from hvdtrain.system import exits, locks
 from hvdtrain.system.arguments import Parser
 from hvdtrain.system.exits import Failure, printable
@@ -43,20 +43,17 @@ MOST_READING = 0.1
 """Largest share of the time that is spent on reading"""
 WIDTH = 80
 """Columns of a frame that is not shown on a terminal"""
-PARTS = ("compute_s", "exchange_s", "data_s")
-HOST = (
-    "cpu_percent",
-    "cores",
-    "ram_used_bytes",
-    "ranks_rss_bytes",
-    "sent_mbit",
-    "received_mbit",
-    "gpu_percent",
-    "power_w",
-)
-COLUMNS = ("CPU %", "cores", "RAM GB", "ranks GB", "sent Mbit/s", "recv Mbit/s", "GPU %", "W")
-"""How the values of HOST are headed"""
+HOST = {
+    "cpu_percent": "CPU %",
+    "ram_used_bytes": "RAM GB",
+    "sent_mbit": "sent Mbit/s",
+    "received_mbit": "recv Mbit/s",
+    "gpu_percent": "GPU %",
+    "power_w": "W",
+}
+"""What is shown of a host, and its heading"""
 Frame = dict[str, Any]
+R = TypeVar("R", bound=records.Record)
 
 
 def parser() -> Parser:
@@ -114,49 +111,43 @@ def read(folder: Path) -> Frame:
     """The state of a run that may still train, as --json prints it; None for what the records do not contain.
 
     state: running, complete, stopped (its process on this host ended before that), or unknown (it runs elsewhere).
-    epoch, step: done. loss: of the last step. Other losses and scores: after the last epoch. Times of a step: mean over
-    the last RECENT steps and the ranks. samples_per_s: over all ranks, of these steps, or of a complete run. eta_s:
+    epoch, step: done. loss: of the last step. Other losses and scores: after the last epoch. Times of a step: mean of
+    rank 0 over its last steps. samples_per_s: over all ranks, of these steps, or of a complete run. eta_s:
     training and validation that is left. hosts: the latest sample of each monitor. Raises Failure (65, 74, 77).
     """
     complete = folders.exists(folder / "COMPLETE")  # read before the summary, which is written earlier
     manifest = records.read_document(folder / "manifest.json", records.Manifest)
     primary, declared = scores.row(manifest.metric, str(folder / "manifest.json"))
-    name, first = primary.get("primary_metric", ""), metrics_file(folder)
+    name, path = primary.get("primary_metric", ""), metrics_file(folder)
     score, run = declared.get(name), RankMetrics(steps.Sums(), steps.Restarts())
-    if folders.exists(first):
-        run = steps.read(first, lambda line: None, declared)
-    others = [path for path in sorted(folder.glob("metrics/rank*.jsonl")) if path != first]
-    since = run.view.step if run.view else 0
-    timed = [
-        [step for step in each if not step.warmup and step.step >= since]
-        for each in (run.recent, *map(_recent, others))
-    ]
-    timed = [each for each in timed if each]
+    if folders.exists(path):
+        run = steps.read(path, lambda line: None, declared)
+    view, summary, epochs, held = run.view, run.summary, [each.epoch for each in run.epochs], locks.held(folder)
+    timed = [step for step in run.recent if not step.warmup and step.step >= (view.step if view else 0)]
     data_s, compute_s, exchange_s = (
-        values.mean(values.mean(getattr(step, part) for step in each) for each in timed)
-        for part in ("data_s", "compute_s", "communication_s")
+        values.mean(getattr(step, part) for step in timed) for part in ("data_s", "compute_s", "communication_s")
     )
     step_s = math.fsum(each or 0.0 for each in (data_s, compute_s, exchange_s)) if timed else None
-    held, summary, epochs = locks.held(folder), run.summary, [each.epoch for each in run.epochs]
-    last = epochs[-1] if epochs else None
     state = "unknown" if held is None else "running" if held else "stopped"
+    last = epochs[-1] if epochs else None
     all_steps, all_epochs = values.number(manifest.plan.get("steps")), values.number(manifest.config.get("epochs"))
     left_s = None
     if all_steps is not None and step_s is not None and summary is None and state != "stopped":
         validation_s = max(0.0, (all_epochs or 0) - len(epochs)) * (last.validation_s if last else 0.0)
         left_s = max(0.0, all_steps - run.done) * step_s + validation_s
-    validated = [each.validation_scores[name] for each in epochs if name in each.validation_scores]
+    batch = view.global_batch if view else values.number(manifest.plan.get("global_batch")) or _samples(folder)
     strategy = run.choices[-1].strategy if run.choices else manifest.config.get("strategy")
+    members = f"{', '.join(dict.fromkeys(view.members))} since step {view.step}: {view.reason}" if view else ""
     return {
         "run_dir": str(folder),
         "workload": printable(manifest.workload),
         "framework": values.text(manifest.config.get("framework")),
         "strategy": values.text(strategy),
-        "ranks": summary.ranks if summary else run.view.ranks if run.view else len(manifest.ranks),
+        "ranks": summary.ranks if summary else view.ranks if view else len(manifest.ranks),
         "hosts": _hosts(folder, manifest),
-        "members": _members(run.view) if run.view else None,
+        "members": printable(members) or None,
         "state": "complete" if complete and summary else state,
-        "updated_unix_s": _written_s([first, *others]),
+        "updated_unix_s": _written_s([path]),
         "step": run.done,
         "steps": None if all_steps is None else int(all_steps),
         "epoch": len(epochs),
@@ -165,13 +156,11 @@ def read(folder: Path) -> Frame:
         "loss": run.recent[-1].loss if run.recent else None,
         "train_loss": last.train_loss if last else None,
         "validation_loss": last.validation_loss if last else None,
-        "metric": printable(score.label) if score else None,
-        "unit": printable(score.unit) if score else None,
+        "metric": printable(f"{score.label} {score.unit}".strip()) if score else None,
         "train_score": last.train_scores.get(name) if last else None,
         "validation_score": last.validation_scores.get(name) if last else None,
-        "best_validation_score": max(validated, key=score.merit) if score and validated else None,
         "test_score": summary.test_scores.get(name) if summary else None,
-        "samples_per_s": summary.samples_per_s if summary else _samples_per_s(manifest, run, timed, step_s),
+        "samples_per_s": summary.samples_per_s if summary else batch / step_s if batch and step_s else None,
         "step_s": step_s,
         "data_s": data_s,
         "compute_s": compute_s,
@@ -179,65 +168,40 @@ def read(folder: Path) -> Frame:
     }
 
 
-def _recent(path: Path) -> Sequence[records.Step]:
-    """The last steps of another rank."""
-    found = deque[records.Step]()
+def _samples(folder: Path) -> float | None:
+    """Samples of the last step of all ranks of a script, whose batch only its steps contain."""
+    last = (_latest(path, records.Step) for path in folder.glob("metrics/rank*.jsonl"))
+    return _sum(step.samples if step else None for step in last)
+
+
+def _latest(path: Path, kind: type[R]) -> R | None:
     with contextlib.suppress(OSError):
-        for record in records.backwards(path):
-            if not isinstance(record, records.Step) or (found and record.step >= found[0].step):
-                break
-            found.appendleft(record)
-            if len(found) == RECENT:
-                break
-    return found
-
-
-def _samples_per_s(
-    manifest: records.Manifest, run: RankMetrics, timed: Sequence[Sequence[records.Step]], step_s: float | None
-) -> float | None:
-    batch = run.view.global_batch if run.view else values.number(manifest.plan.get("global_batch"))
-    if batch is not None:
-        return batch / step_s if step_s else None
-    if len(timed) < len(manifest.ranks):
-        return None
-    rates = list[float]()  # of a script, whose batch only its steps contain
-    for each in timed:
-        samples = _sum(step.samples for step in each)
-        seconds = math.fsum((step.data_s or 0.0) + step.compute_s + (step.communication_s or 0.0) for step in each)
-        rates += [samples / seconds] if samples is not None and seconds else []
-    return math.fsum(rates) if len(rates) == len(timed) > 0 else None
-
-
-def _members(view: records.View) -> str:
-    """The present members of an elastic job whose hosts have changed, since when, and why."""
-    return printable(f"{', '.join(dict.fromkeys(view.members))} since step {view.step}: {view.reason}")
+        return next((each for each in records.backwards(path) if isinstance(each, kind)), None)
+    return None
 
 
 def _hosts(folder: Path, manifest: records.Manifest) -> list[dict[str, Any]]:
     """The run's hosts in the order of their ranks, each with the values of HOST."""
     measured = {}
     for path in sorted(folder.glob("monitors/*.jsonl")):
-        with contextlib.suppress(OSError):
-            sensors = next((each for each in records.read(path) if isinstance(each, records.Sensors)), None)
-            sample = next((each for each in records.backwards(path) if isinstance(each, records.Sample)), None)
-            if sensors:
-                measured[sensors.host] = _host(sensors, sample)
+        sensors = next((each for each in records.read(path) if isinstance(each, records.Sensors)), None)
+        sample = _latest(path, records.Sample)
+        if sensors and sample and sample.seconds:
+            measured[sensors.host] = _host(sample)
     nothing = dict.fromkeys(("unix_s", *HOST))
-    names = dict.fromkeys([*manifest.hosts, *measured])
-    return [{"host": printable(name), **nothing, **measured.get(name, {})} for name in names]
+    return [
+        {"host": printable(name), **nothing, **measured.get(name, {})}
+        for name in dict.fromkeys([*manifest.hosts, *measured])
+    ]
 
 
-def _host(sensors: records.Sensors, sample: records.Sample | None) -> dict[str, Any]:
-    known = {key: values.number(sensors.resources.get(key)) for key in ("cores", "ram_bytes")}
-    if sample is None or not sample.seconds:
-        return known
+def _host(sample: records.Sample) -> dict[str, Any]:
     sent, received = (_sum(nic.get(f"{way}_bytes") for nic in sample.nics) for way in ("sent", "received"))
     mbit_per_byte = 8e-6 / sample.seconds
-    return known | {
+    return {
         "unix_s": sample.unix_s,
         "cpu_percent": sample.cpu_percent,
         "ram_used_bytes": sample.ram_used_bytes,
-        "ranks_rss_bytes": _sum(rank.get("rss_bytes") for rank in sample.ranks),
         "sent_mbit": None if sent is None else sent * mbit_per_byte,
         "received_mbit": None if received is None else received * mbit_per_byte,
         "gpu_percent": values.mean(values.numbers(gpu.get("utilisation_percent") for gpu in sample.gpus)),
@@ -255,101 +219,48 @@ def _sum(parts: Iterable[Any]) -> float | None:
 
 def shown(frame: Frame, width: int) -> RenderableType:
     """The frame as text for a terminal of this width."""
-    what = f"{frame['workload']}, {frame['framework'] or 'no framework'}, {frame['strategy'] or 'no strategy'}"
-    where = _count(frame["ranks"], "rank") + ("" if frame["members"] else f" on {_count(len(frame['hosts']), 'host')}")
-    colour = {"stopped": "red", "complete": "green"}.get(frame["state"], "")
-    parts: list[RenderableType] = [
-        Text(printable(frame["run_dir"]), style="bold", overflow="ellipsis", no_wrap=True),
-        Text(f"{what}, {where}"),
-        *([Text(f"now on {frame['members']}", style="yellow")] if frame["members"] else []),
-        Text(_state(frame), style=colour),
-        "",
-    ]
-    if frame["steps"]:
-        whole = min(width, WIDTH)
-        filled = int(min(1, frame["step"] / frame["steps"]) * whole)
-        parts.append(Text("━" * filled, style="green") + Text("─" * (whole - filled)))
-    parts += [Text(_progress(frame)), "", *map(Text, _learned(frame)), *map(Text, _time(frame)), ""]
-    if any(host["unix_s"] is not None for host in frame["hosts"]):
-        parts.append(_table(frame["hosts"]))
-    else:
-        parts.append(Text("hosts: not measured (train with --monitor resources)"))
-    return Group(*parts)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def _state(frame: Frame) -> str:
-    if frame["state"] == "complete":
-        return "complete"
-    age = "no records yet"
-    if frame["updated_unix_s"] is not None:
-        age = f"last record {duration(max(0.0, time.time() - frame['updated_unix_s']))} ago"
-    return {"running": "running, ", "stopped": "stopped before its end, ", "unknown": ""}[frame["state"]] + age
-
-
-def _progress(frame: Frame) -> str:
-    parts = [f"step {frame['step']:,}" + (f" of {frame['steps']:,}" if frame["steps"] is not None else "")]
-    if frame["epochs"] is not None or frame["epoch"]:
-        parts.append(
-            f"epoch {frame['epoch']}" + (f" of {frame['epochs']}" if frame["epochs"] is not None else "") + " done"
-        )
+    lines = [f"{frame['workload']}, {frame['framework']}, {frame['strategy']}, {frame['ranks']} ranks"]
+    if frame["members"]:
+        lines.append(f"now on {frame['members']}")
+    state: str = frame["state"].replace("stopped", "stopped before its end")
+    if frame["state"] != "complete" and frame["updated_unix_s"] is not None:
+        state += f", last record {duration(max(0.0, time.time() - frame['updated_unix_s']))} ago"
+    progress = (
+        f"step {frame['step']:,} of {frame['steps'] or '?'}, epoch {frame['epoch']} of {frame['epochs'] or '?'} done"
+    )
     if frame["eta_s"] is not None:
-        parts.append(f"about {duration(frame['eta_s'])} left")
-    return ", ".join(parts)
-
-
-def _learned(frame: Frame) -> list[str]:
-    """A line for the losses and one for the primary metric."""
-    losses = {"step": frame["loss"], "train": frame["train_loss"], "validation": frame["validation_loss"]}
-    kinds = {
-        "train": "train_score",
-        "validation": "validation_score",
-        "best": "best_validation_score",
-        "test": "test_score",
-    }
-    lines = {"loss": losses}
-    if frame["metric"]:
-        lines[f"{frame['metric']} {frame['unit']}".strip()] = {kind: frame[name] for kind, name in kinds.items()}
-    known = {name: {part: value for part, value in parts.items() if value is not None} for name, parts in lines.items()}
-    return [
-        f"{name:<10} {', '.join(f'{part} {value:.4f}' for part, value in parts.items())}"
-        for name, parts in known.items()
-        if parts
-    ]
-
-
-def _time(frame: Frame) -> list[str]:
-    """The speed, and the parts of a step."""
-    lines, over = [], "whole run" if frame["state"] == "complete" else f"last {RECENT} steps"
+        progress += f", about {duration(frame['eta_s'])} left"
+    lines += [state, progress, ""]
+    losses = {"step": "loss", "train": "train_loss", "validation": "validation_loss"}
+    found = {"train": "train_score", "validation": "validation_score", "test": "test_score"}
+    for heading, kinds in (("loss", losses), (frame["metric"], found)):
+        if known := [f"{kind} {frame[name]:.4f}" for kind, name in kinds.items() if frame[name] is not None]:
+            lines.append(f"{heading:<10} {', '.join(known)}")
     if frame["samples_per_s"] is not None:
-        lines.append(f"{'speed':<10} {_short(frame['samples_per_s'])} samples/s ({over})")
+        lines.append(f"{'speed':<10} {frame['samples_per_s']:,.1f} samples/s")
     if step_s := frame["step_s"]:
-        known = {name.removesuffix("_s"): frame[name] for name in PARTS if frame[name] is not None}
-        parts = [f"{name} {_short(1e3 * s)} ({s / step_s:.0%})" for name, s in known.items()]
-        lines.append(f"{'step ms':<10} {_short(1e3 * step_s)}: {', '.join(parts)}")
-    return lines
+        parts = {part: frame[f"{part}_s"] for part in ("compute", "exchange", "data")}
+        times = [f"{part} {1e3 * s:,.1f} ({s / step_s:.0%})" for part, s in parts.items() if s is not None]
+        lines.append(f"{'step ms':<10} {1e3 * step_s:,.1f}: {', '.join(times)}")
+    title = Text(printable(frame["run_dir"]), style="bold", overflow="ellipsis", no_wrap=True)
+    bar = ProgressBar(
+        total=frame["steps"] or 1, completed=frame["step"] if frame["steps"] else 0, width=min(width, WIDTH)
+    )
+    return Group(title, bar, *map(Text, lines), "", _table(frame["hosts"]))
 
 
-def _short(value: float) -> str:
-    return f"{value:,.{0 if value >= 100 else 1}f}"
-
-
-def _table(hosts: Sequence[dict[str, Any]]) -> Table:
+def _table(hosts: Iterable[Frame]) -> Table | Text:
     """A row for each host. Columns that no host has measured are left out."""
+    measured = {name: heading for name, heading in HOST.items() if any(host[name] is not None for host in hosts)}
+    if not measured:
+        return Text("hosts: not measured (train with --monitor resources)")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("host", overflow="ellipsis", no_wrap=True)
-    names = [name for name in HOST if any(host[name] is not None for host in hosts)]
-    for name in names:
-        table.add_column(COLUMNS[HOST.index(name)], justify="right", no_wrap=True)
+    for heading in measured.values():
+        table.add_column(heading, justify="right", no_wrap=True)
     for host in hosts:
-        table.add_row(Text(host["host"]), *(_cell(name, host[name]) for name in names))
+        cells = (
+            host[name] if host[name] is None else host[name] * (1e-9 if "bytes" in name else 1) for name in measured
+        )
+        table.add_row(Text(host["host"]), *("-" if cell is None else f"{cell:,.1f}" for cell in cells))
     return table
-
-
-def _cell(name: str, value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:g}" if name == "cores" else f"{value * (1e-9 if name.endswith('_bytes') else 1):,.1f}"

@@ -95,7 +95,7 @@ def prepare(options: argparse.Namespace) -> tuple[Task, int]:
         raise Failure(f"{experiment.where}: experiment {experiment.name}: {failure}{more}", exits.BAD_CONFIG)
     root, names = options.root / sweep.name, {one.name for one in launchable}
     known = {name: answer for name, answer in answers.items() if isinstance(answer, DryRun)}
-    estimator = Estimator(known)
+    estimator = Estimator()
     estimator.read(options.root)
     task = Task(
         sweep=sweep,

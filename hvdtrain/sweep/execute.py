@@ -179,7 +179,7 @@ class Executor:
             outcome.seconds = round(time.monotonic() - began_s, 2)
             if problem is None:
                 outcome.state = "marked" if outcome.marked else "done"
-                self._task.estimator.learn(outcome.run, outcome.seconds, outcome.folder)
+                self._task.estimator.learn(outcome.run, outcome.seconds)
                 return
             renamed = folder.set_aside(outcome.folder, "failed")
             outcome.log, outcome.reason = renamed / folder.LOG, problem

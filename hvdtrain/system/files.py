@@ -118,8 +118,8 @@ def put(path: Path, content: bytes, hint: str) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: Path, hint: str, *, folder: bool = False) -> Iterator[Path]:
-    """A new file, or folder, that gets the name `path` at the end of the block, or vanishes if the block fails.
+def writing(path: Path, hint: str) -> Iterator[Path]:
+    """A new file that gets the name `path` at the end of the block, or vanishes if the block fails.
 
     Its hidden name ends like `path`. Raises Failure as documented at `unwritable`.
     """
@@ -128,7 +128,7 @@ def writing(path: Path, hint: str, *, folder: bool = False) -> Iterator[Path]:
         if path.exists():
             _plain(path, path.stat())  # a rename would replace a device with a file
         _remove(part)  # left by a killed process with this id, or planted as a link
-        part.mkdir() if folder else part.touch(exist_ok=False)
+        part.touch(exist_ok=False)
         yield part
         sync(part)
         part.replace(path)

@@ -16,8 +16,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hvdtrain.comm.arrays import to_host
-from hvdtrain.comm.backends.base import Communicator
-from hvdtrain.comm.world import RankGroup
+from hvdtrain.comm.world import alone
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.horovod_api import record
 from hvdtrain.horovod_api.arguments import conflict
@@ -212,7 +211,7 @@ class Watch:
 
 def averaging_s(named: dict[str, torch.nn.Parameter]) -> float:
     """Return the processor seconds of averaging weights in a single process. The weights do not change."""
-    single = RankGroup.watched(Communicator()).connect("torch", backend="tcp")
+    single = alone("torch")
     local = parse(profiled.AVERAGING).make(TrainConfig(), single, [tuple(each.shape) for each in named.values()])
     vectors = Parameters(named, lambda: None, local, ranks=1, divided=False, careful=False)
     before, spent = [weight.detach().clone() for weight in named.values()], []

@@ -5,8 +5,7 @@ It serves the arguments that strategies do not support: compression=, process_se
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,10 +16,10 @@ from hvdtrain.horovod_api.functions import Average
 from hvdtrain.horovod_api.process_sets import global_process_set
 from hvdtrain.torch import collectives
 from hvdtrain.torch.collectives import FRONT
-from hvdtrain.torch.vectors import by_name, derived
+from hvdtrain.torch.vectors import Skipping, by_name, derived
 
 
-class Calling(torch.optim.Optimizer):
+class Calling(Skipping):
     """Base class that makes an optimizer's steps exchange."""
 
     _named: dict[str, torch.nn.Parameter]
@@ -29,7 +28,6 @@ class Calling(torch.optim.Optimizer):
     _factor: float
     _sparse_as_dense: bool
     _process_set: Any
-    _should_synchronize = True
     _synchronized = False
 
     def synchronize(self) -> None:
@@ -57,15 +55,6 @@ class Calling(torch.optim.Optimizer):
             return result if result.stride() == parameter.stride() else torch.empty_like(parameter).copy_(result)
 
         return finish
-
-    @contextlib.contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Context in which `step` does not exchange, because `synchronize` was called before."""
-        self._should_synchronize = False
-        try:
-            yield
-        finally:
-            self._should_synchronize = True
 
     def step(self, closure: Any = None) -> Any:
         """Exchange, then make the wrapped optimizer's step. Collective."""

@@ -124,32 +124,27 @@ def _new(given: Any, *shape: int) -> Any:
 # --- collectives: each accepts one tensor or a list of tensors --------------------------------------------------------
 
 
-@FRONT.or_own
-def allreduce_async(
-    tensor: Any,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = global_process_set,
-) -> int:
-    scales = {"prescale": prescale_factor, "postscale": postscale_factor}
-    return operations.start("allreduce", tensor, _new(tensor), name, process_set, op=operator(op, average), **scales)
+def _allreduce_async(name_: str, output: Callable[[Any], Any]) -> Callable[..., int]:
+    def function(
+        tensor: Any,
+        average: bool | None = None,
+        name: str | None = None,
+        op: Any = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: Any = global_process_set,
+    ) -> int:
+        scales = {"prescale": prescale_factor, "postscale": postscale_factor}
+        return operations.start(
+            "allreduce", tensor, output(tensor), name, process_set, op=operator(op, average), **scales
+        )
+
+    function.__name__ = name_
+    return FRONT.or_own(function)
 
 
-@FRONT.or_own
-def allreduce_async_(
-    tensor: Any,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = global_process_set,
-) -> int:
-    scales = {"prescale": prescale_factor, "postscale": postscale_factor}
-    return operations.start("allreduce", tensor, tensor, name, process_set, op=operator(op, average), **scales)
+allreduce_async = _allreduce_async("allreduce_async", _new)
+allreduce_async_ = _allreduce_async("allreduce_async_", lambda tensor: tensor)
 
 
 @FRONT.or_own

@@ -20,13 +20,21 @@ from hvdtrain.strategies import Exchange, Strategy, automatic
 from hvdtrain.torch import api as horovod
 from hvdtrain.torch.api import Average, Sum
 from hvdtrain.torch.recorded import learning_rate
-from hvdtrain.torch.vectors import JOINED, Parameters, evaluated, has_unknown_gradients, step_evaluated, unscale
+from hvdtrain.torch.vectors import (
+    JOINED,
+    Parameters,
+    Skipping,
+    evaluated,
+    has_unknown_gradients,
+    step_evaluated,
+    unscale,
+)
 
 STATE = "exchange"
 """The key of the strategy's state in a state_dict"""
 
 
-class Exchanging(torch.optim.Optimizer):
+class Exchanging(Skipping):
     """Base class that makes an optimizer's steps exchange."""
 
     _step_supports_amp_scaling = True
@@ -59,7 +67,6 @@ class Exchanging(torch.optim.Optimizer):
             device=str(next(iter(named.values())).device),
             threads=torch.get_num_threads(),
         )
-        self._should_synchronize = True
         self._synchronized = self._compared = self._all_joined = False
         job.job().on_join(self._take_part)
         self._loaded: dict[str, Any] | None = None
@@ -142,15 +149,6 @@ class Exchanging(torch.optim.Optimizer):
         if not self._local:
             self._deferred = False
             self._run_exchange()
-
-    @contextlib.contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Make steps use the gradients that `synchronize` left, or else this rank's own."""
-        self._should_synchronize = False
-        try:
-            yield
-        finally:
-            self._should_synchronize = True
 
     def synchronize_weights(self) -> None:
         """Give all ranks the same weights, before an evaluation or a checkpoint. Collective."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -245,6 +246,21 @@ def by_name(
         if missing := [list(parameter.shape) for parameter in parameters if id(parameter) not in names]:
             raise ValueError(f"named_parameters has no names for the optimizer's parameters of shapes {missing}")
     return {names[id(parameter)]: parameter for parameter in parameters if parameter.requires_grad}
+
+
+class Skipping(torch.optim.Optimizer):
+    """An optimizer whose steps exchange, except in a context."""
+
+    _should_synchronize = True
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Make steps use the gradients that `synchronize` left, or else this rank's own."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
 
 
 def derived(optimizer: torch.optim.Optimizer, base: type) -> Any:

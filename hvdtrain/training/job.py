@@ -12,7 +12,7 @@ import msgspec
 from hvdtrain import records, strategies
 from hvdtrain.comm import lifecycle
 from hvdtrain.comm.backends.base import Communicator
-from hvdtrain.comm.world import RankGroup
+from hvdtrain.comm.world import alone
 from hvdtrain.data.loader import Loader
 from hvdtrain.frameworks import Replica
 from hvdtrain.pipeline.partition import measured_s
@@ -105,7 +105,7 @@ class Job:
     def _layer_seconds(self, model: Callable[[range | None], Any]) -> list[float]:
         """Measure the seconds of each layer, forward and backward, for one sample of a micro-batch."""
         config, layers = self.run.config, self.stages.layers
-        single = RankGroup.watched(Communicator()).connect(config.framework, backend="tcp")
+        single = alone(config.framework)
 
         def layer(number: int) -> StageModel:
             shapes = self.workload.model.vector_shapes(config.framework, layers[number].arrays)

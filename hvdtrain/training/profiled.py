@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
@@ -15,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hvdtrain.comm.backends.base import Communicator
-from hvdtrain.comm.world import RankGroup
+from hvdtrain.comm.world import alone
 from hvdtrain.data import Batch
 from hvdtrain.data.loader import Loader
 from hvdtrain.plan import choice, coding, pilot, profile
@@ -92,7 +90,7 @@ def key(job: Job) -> dict[str, Any]:
 def _replica(job: Job, model: Maker) -> tuple[Any, Probe]:
     """Make a fresh model that exchanges nothing."""
     config = job.run.config
-    single = RankGroup.watched(Communicator()).connect(config.framework, backend="tcp")
+    single = alone(config.framework)
     probe = Probe(single, job.workload.model.vector_shapes(config.framework), config, None, None)
     return make_replica(model(None), config, single, probe, job.device, job.workload.metric), probe
 
@@ -136,7 +134,6 @@ def measured(
         model=workload.model.title,
         setup=key(job),
         shapes=[list(shape) for shape in shapes],
-        layers=[(math.prod(layer.output), layer.multiply_adds) for layer in workload.model.layers],
         epoch_samples=config.epoch_samples or len(job.dataset.train),
         threads=job.threads,
         points=points,

@@ -16,9 +16,8 @@ from typing import Any
 
 from hvdtrain import __file__ as package
 from hvdtrain import __version__, records, strategies
-from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.backends.base import Communicator, RankGroup
 from hvdtrain.comm.launch_env import launch_env
-from hvdtrain.comm.world import RankGroup
 from hvdtrain.config import workloads
 from hvdtrain.config.batch_plan import BatchPlan
 from hvdtrain.config.options import TrainConfig

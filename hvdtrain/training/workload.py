@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from hvdtrain import strategies
 from hvdtrain.comm import world
+from hvdtrain.comm.backends.base import RankGroup
 from hvdtrain.comm.launch_env import LaunchEnv, launch_env
 from hvdtrain.config import batch_plan, parser
 from hvdtrain.config.options import TrainConfig
@@ -130,10 +131,10 @@ class Workload:
         run_folder.check_alike(config, self.data.dataset.fingerprint, group)
         exchange = self._resolve(stages, group.measure_links())
         backend = "tcp" if stages.parted else exchange.capabilities.backend
-        ranks = data = group.connect(config.framework, device != "cpu", backend=backend, owned=True)
+        ranks = data = world.connect(config.framework, device != "cpu", backend=backend, group=group, owned=True)
         if config.stages > 1:
-            replicas = group.subgroup(stages.mesh.holders(stages.stage))
-            data = replicas.connect(config.framework, device != "cpu", backend="tcp")
+            replicas = world.subgroup(group, stages.mesh.holders(stages.stage))
+            data = world.connect(config.framework, device != "cpu", backend="tcp", group=replicas)
         return Job(
             workload=self,
             run=run,
@@ -231,7 +232,7 @@ class Workload:
             facts["shares"] = summary.show_shares(run.plan.shares, loader.rank_samples)
         return facts
 
-    def _find_ranks(self, exchange: Exchange, stages: Stages, device: str) -> world.RankGroup:
+    def _find_ranks(self, exchange: Exchange, stages: Stages, device: str) -> RankGroup:
         """Find the ranks through Horovod if it is the backend, otherwise through the launcher. Collective."""
         horovod = exchange.capabilities.backend == "horovod" and not stages.parted
         if horovod and self.environment.launcher == "torchrun":

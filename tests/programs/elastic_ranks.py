@@ -96,7 +96,7 @@ def die_in_message(ranks: Any, step: int, number: int) -> None:
 
 def main(stop: lifecycle.StopSignal) -> int:
     folder, text, kills = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-    ranks: Any = world.find_ranks("torch", horovod=False, elastic=True).connect("torch", backend="tcp")
+    ranks: Any = world.connect("torch", backend="tcp", group=world.find_ranks("torch", horovod=False, elastic=True))
     own, replica, clock = ranks.rank, Replica(), Clock()
     strategy: Any = strategies.parse(text).make(TrainConfig(strategy=text), ranks, SHAPES)
     buckets, local = strategy.buckets(), strategy.capabilities.local_updates

@@ -7,29 +7,22 @@ hosts. Nothing limits loopback, so a slow link is assumed where a choice other t
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import socket
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import rank_per_host  # noqa: F401 (each rank is a host)
 import torch
 from torch.nn.functional import cross_entropy
 
 import hvdtrain.torch as hvd
-from hvdtrain.comm import world
-from hvdtrain.comm.backends.base import Endpoint
 from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.plan import choice
 from hvdtrain.plan.network import Link
 
-launched, host = world.RankGroup.launched, f"host{launch_env().rank}"
-world.RankGroup.launched = classmethod(
-    lambda cls, env, *limit: dataclasses.replace(
-        launched(env, *limit), endpoint=Endpoint(f"127.0.0.{1 + env.rank}", "lo", True)
-    )
-)
+host = f"host{launch_env().rank}"
 STEPS = 24
 
 

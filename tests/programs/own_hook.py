@@ -5,7 +5,6 @@ Without a launcher, torch.multiprocessing starts two ranks, which at last give t
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import os
@@ -13,20 +12,12 @@ import sys
 import tempfile
 
 import numpy as np
+import rank_per_host  # noqa: F401 (each rank is a host)
 import torch
 import torch.distributed as dist
 
 import hvdtrain.torch as hvd
-from hvdtrain.comm import world
-from hvdtrain.comm.backends.base import Endpoint
 from hvdtrain.system.exits import Failure
-
-launched = world.RankGroup.launched
-world.RankGroup.launched = classmethod(
-    lambda cls, env, *limit: dataclasses.replace(
-        launched(env, *limit), endpoint=Endpoint(f"127.0.0.{1 + env.rank}", "lo", True)
-    )
-)
 
 
 def gradients(strategy: str, steps: int, group: dist.ProcessGroup | None = None) -> np.ndarray:

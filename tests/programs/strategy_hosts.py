@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 
 from hvdtrain.comm import world
-from hvdtrain.comm.backends.base import Endpoint, Rendezvous
+from hvdtrain.comm.backends.base import Endpoint, RankGroup, Rendezvous
 from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.comm.rendezvous import join
 
@@ -42,9 +42,9 @@ def joined(per_host: int) -> Rendezvous:
     socket.gethostname = lambda: f"host{host}"
     reach = Endpoint(f"127.0.0.{1 + host}", "lo", loopback=True)
 
-    def met(ranks: Rendezvous, stall_limit_s: float = 0.0) -> world.RankGroup:
-        return world.RankGroup(ranks, None, reach)
+    def met(ranks: Rendezvous, stall_limit_s: float = 0.0) -> RankGroup:
+        return RankGroup(ranks, None, reach)
 
     world.join = lambda *place: Kept(meeting)
-    world.RankGroup.watched = met
+    world.watched = met
     return meeting

@@ -8,18 +8,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from hvdtrain.comm.arrays import Array
 from hvdtrain.comm.backends.framework import FrameworkExchange
-
-if TYPE_CHECKING:
-    from hvdtrain.comm.world import RankGroup
-    from hvdtrain.sentinel.rank import Sentinel
+from hvdtrain.sentinel.rank import Sentinel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +46,26 @@ class Rendezvous(Protocol):
 
     def shutdown(self) -> None:
         """Disconnect from the other ranks, possibly after waiting for the slowest. A second call does nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RankGroup:
+    """Ranks that have found each other and are watched by a sentinel: all that a backend needs to connect them."""
+
+    rendezvous: Rendezvous
+    sentinel: Sentinel | None
+    """None for a single process"""
+    endpoint: Endpoint
+    between_hosts: str = dataclasses.field(default_factory=lambda: os.environ.get("HVDTRAIN_BACKEND") or "tcp")
+    """What connects the hosts for strategies that need `tcp`: tcp or mpi"""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the JSON-serializable value of every rank, in rank order, on all ranks."""
+        return [json.loads(text) for text in self.rendezvous.gather_bytes(json.dumps(value).encode())]
+
+    def measure_links(self) -> list[dict[str, Any]]:
+        """Measure the goodput of each host's link before a backend connects: see `Sentinel.measure_links`."""
+        return self.sentinel.measure_links(self.gather) if self.sentinel else []
 
 
 class LeaderGroup:

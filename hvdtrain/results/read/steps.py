@@ -10,8 +10,7 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hvdtrain import records
@@ -187,50 +186,3 @@ def add_recent(recent: collections.deque[records.Step], step: records.Step) -> N
     if recent and step.step <= recent[-1].step:  # the run was started again
         recent.clear()
     recent.append(step)
-
-
-def timed(path: Path, started_unix_s: float) -> Iterator[tuple[float, records.Record]]:
-    """The records that count, in order, each with the time of its end in seconds since 1970. Raises Failure.
-
-    Only epochs and resumes have a time. Between them it is the sum of the recorded durations.
-    """
-    restarts, summary_line = Restarts(), 0
-    for line, record in records.read_lines(path):
-        if isinstance(record, records.Step | records.Resumed):
-            restarts.add(line, record)
-            summary_line = 0
-        elif isinstance(record, records.Summary):
-            summary_line = line
-    unix_s = started_unix_s
-    for line, record in records.read_lines(path):
-        match record:
-            case records.Resumed():
-                unix_s = max(unix_s, unix_time_s(record.utc) or 0.0)
-                continue
-            case records.Step():
-                unix_s += (record.data_s or 0.0) + record.compute_s + (record.communication_s or 0.0)
-                counts = not restarts.superseded(line, record.step)
-            case records.Epoch():
-                unix_s = max(unix_s, record.unix_s or unix_s + record.validation_s)
-                counts = not restarts.superseded(line, record.step - 1)
-            case records.Chosen():
-                unix_s += record.choice_s
-                continue
-            case records.Saved():
-                unix_s += record.checkpoint_s
-                counts = not restarts.superseded(line, record.step - 1)
-            case records.Summary():
-                unix_s = max(unix_s, record.ended_unix_s or unix_s)
-                counts = line == summary_line
-            case _:
-                continue
-        if counts:
-            yield unix_s, record
-
-
-def unix_time_s(utc: str) -> float | None:
-    """Seconds since 1970 of a time such as 2026-11-25T20:09:00Z; None if it is not one."""
-    try:
-        return datetime.strptime(utc, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp()
-    except ValueError:
-        return None

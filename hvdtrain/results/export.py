@@ -1,12 +1,8 @@
-"""`hvdtrain results export`: runs for other programs.
-
-Tables contain every column of the data frame of runs, in base units. TensorBoard gets the numbers of every record, and
-MLflow both.
-"""
+"""`hvdtrain results export`: a table of runs for other programs, with every column of the data frame, in base units."""
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -21,20 +17,15 @@ from hvdtrain.results.text import SCHEMA, harmless
 from hvdtrain.system import exits, files
 from hvdtrain.system.exits import Failure
 
-EXAMPLES = {"parquet": "runs.parquet", "tensorboard": "logs", "mlflow": "mlflow.db"}
-"""Formats that cannot go to standard output, and an example of a destination"""
-
 
 def export(loaded: Loaded, to: str, path: Path | None) -> None:
     """Writes to the path; csv and json without a path to standard output.
 
-    Raises Failure (2, 69, 73, 74), also if the package of a target is missing.
+    Raises Failure (2, 69, 73, 74), also if the package of a format is missing.
     """
-    if path is None and to in EXAMPLES:
-        raise Failure(f"{to} cannot be printed; hint: name a destination, as in -o {EXAMPLES[to]}", exits.USAGE)
-    if path is not None and to in ("tensorboard", "mlflow"):
-        importlib.import_module(f"hvdtrain.results.export.{to}").write(loaded, path)
-    elif path is not None and to == "parquet":
+    if to == "parquet":
+        if path is None:
+            raise Failure("parquet cannot be printed; hint: name a file, as in -o runs.parquet", exits.USAGE)
         write(path, _parquet(loaded.runs))
     else:
         text = _csv(loaded.runs) if to == "csv" else _json(loaded.runs)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROGRAMS, ROOT, Cluster, launch
+from conftest import PROGRAMS, ROOT, Cluster, document, launch
 
 LORA = "hf_lora.py --layers 2 --width 64 --length 32"
 EXAMPLES = {
@@ -53,6 +53,16 @@ def test_no_step_is_lost_at_the_end(example: str, tmp_path: Path) -> None:
     plain, local = weights(words, tmp_path), weights(words, tmp_path, "local-sgd:every=1000")
     assert local != plain
     assert local == pytest.approx(plain, rel=0.1, abs=0.05)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_a_plan_times_the_steps_of_an_example(example: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers"), pytest.importorskip("lightning")
+    name, *rest = EXAMPLES[example].replace("--steps 8", "--steps 60").split()
+    words = ["plan", str(ROOT / "examples" / name), *rest, str(tmp_path), "--strategy", "int8", "--json"]
+    found = document(launch(0, ["-m", "hvdtrain.cli", *words]))
+    assert found["one_host"]["global_batch"] == {"hf_lora": 16}.get(example, 32), "with accumulation"
+    assert len(found["shapes"]) == {"hf_lora": 16}.get(example, 4), "what is trained"
 
 
 def test_a_trainer_saves_the_last_average_and_resumes_from_it(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from hvdtrain.torch.collectives import FRONT
 from hvdtrain.torch.exchanging import STATE, Exchanging
 from hvdtrain.torch.hook import Buckets, check_group, join
 from hvdtrain.torch.vectors import by_name
+from hvdtrain.training import profiled
 
 TOGETHER = {
     "torch.distributed": ("", ["barrier"]),  # accelerator.wait_for_everyone() too
@@ -78,8 +79,10 @@ class Attached(Measuring):
     def begin(self) -> None:
         """Connect to the other ranks, once. Collective."""
         self._targets = [model for model in list(_models) if self.trains(model)]
-        if self._begun or not self._targets:
+        is_planned = profiled.observer() is not None  # also without DistributedDataParallel, which one rank may omit
+        if self._begun or not (self._targets or is_planned):
             return
+        join(FRONT, self._chosen_strategy)
         self._begun = self.exchanging = self._step_supports_amp_scaling = True
         _watch_together()
         exchange = job.exchange(self._chosen_strategy)
@@ -87,7 +90,7 @@ class Attached(Measuring):
         self._connect(exchange, by_name(self, None), average=True, sparse_as_dense=False)
         if self._early is not None:
             self._loaded = self._checked(self._early)
-        if (rule := job.rule(self._chosen_strategy)) is not None:
+        if (rule := job.rule(self._chosen_strategy)) is not None or is_planned:
             self.measure(rule, horovod.Average)
 
     def step(self, closure: Any = None) -> Any:
@@ -244,7 +247,7 @@ def _check_model(*_: Any) -> None:
 
 def _fits_hook(strategy: str) -> bool:
     """Whether a hook of DistributedDataParallel can do what the strategy does."""
-    return not job.rule(strategy) and parse(strategy).algorithm is None
+    return not (job.rule(strategy) or profiled.observer()) and parse(strategy).algorithm is None
 
 
 def _hook(model: DistributedDataParallel, strategy: str) -> None:

@@ -49,7 +49,7 @@ LORA = "local-sgd:every=8,staleness=4+int8"
 FULL = "local-sgd:every=4,staleness=2+powersgd:rank=8,bits=8"
 WARM_UP = 16
 """Steps that are not counted: PowerSGD begins, `auto` chooses"""
-MOST_S, MOST_WARM_UP_S = 180, 60
+MOST_S, MOST_WARM_UP_S = 180, 30
 
 
 class Job:
@@ -201,10 +201,10 @@ def loss(options: Any) -> None:
 def main(arguments: Sequence[str]) -> int:
     top = Parser(description=__doc__)
     top.add_argument("--parts", default=",".join(PARTS), help="(default: all)")
-    top.add_argument("--seconds", type=float, default=20, help="measured in each run (default: 20)")
-    top.add_argument("--rounds", type=int, default=3, help="runs of each kind without a limit (default: 3)")
+    top.add_argument("--seconds", type=float, default=15, help="measured in each run (default: 15)")
+    top.add_argument("--rounds", type=int, default=2, help="runs of each kind without a limit (default: 2)")
     top.add_argument("--seeds", type=int, default=3, help="of the losses (default: 3)")
-    top.add_argument("--loss-steps", type=int, default=120, help="steps before the loss is measured (default: 120)")
+    top.add_argument("--loss-steps", type=int, default=64, help="steps before the loss is measured (default: 64)")
     top.add_argument("--script", type=str.split, default=[], help="more options of the script, such as '--layers 2'")
     top.add_argument("--name", default="trainers", help="name of the virtual cluster (default: trainers)")
     top.add_argument("--out", type=Path, default=ROOT / "results" / "trainers", help="folder of the logs")
@@ -228,11 +228,11 @@ def main(arguments: Sequence[str]) -> int:
     return exits.OK
 
 
-MINUTE = (("30mbit", 20), ("6mbit", 60), ("30mbit", 20))
+MINUTE = (("30mbit", 15), ("6mbit", 60), ("30mbit", 15))
 PARTS = {
     "lora": lambda options: against(options, "lora", (PLAIN, *LOOPS, LORA, "auto"), [("100mbit", options.seconds)]),
-    "drop": lambda options: against(options, "drop", (PLAIN, LORA, "auto"), MINUTE),
-    "full": lambda options: against(options, "full", (PLAIN, FULL), [("10mbit", 60)], "--full"),
+    "drop": lambda options: against(options, "drop", (LORA, "auto"), MINUTE),
+    "full": lambda options: against(options, "full", (PLAIN, FULL), [("10mbit", 30)], "--full"),
     "unlimited": unlimited,
     "loss": loss,
 }

@@ -58,8 +58,8 @@ bench-strategies: setup  ## every strategy to a test accuracy at 10, 100, 1000 M
 bench-plan: setup  ## predictions of hvdtrain plan against runs on virtual hosts (root): BENCH_ARGS='--rates 10mbit'
 	. .venv/bin/activate && python tools/bench_plan.py $(BENCH_ARGS)
 
-bench-scripts: setup  ## a user's script beside the workload, step by step (root): BENCH_ARGS='--rates 10mbit --hosts 2'
-	. .venv/bin/activate && python tools/bench_scripts.py $(BENCH_ARGS)
+bench-scripts: setup  ## a script beside the workload (root): BENCH_ARGS='--rates 10mbit'; BENCH=trainers: beside DDP
+	. .venv/bin/activate && python tools/bench_$(or $(BENCH),scripts).py $(BENCH_ARGS)
 
 bench-stages: setup  ## pipeline stages, data parallelism and torch's pipelining (root): BENCH_ARGS='--rates 10mbit'
 	. .venv/bin/activate && python tools/bench_stages.py $(BENCH_ARGS)

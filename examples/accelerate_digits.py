@@ -33,6 +33,7 @@ for _ in range(options.epochs):
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
+accelerator.wait_for_everyone()
 model.eval()
 with torch.no_grad():
     right = (model(images[1500:].to(accelerator.device)).argmax(1).cpu() == digits[1500:]).float().mean()

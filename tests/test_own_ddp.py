@@ -69,6 +69,11 @@ def test_torchrun_starts_on_two_hosts_and_ends_when_asked(cluster: Cluster, tmp_
     report = document(done)
     assert all(report["equal"])
     assert report["worst"] < 1e-6
+    done = cluster.on("a", *words, "auto:exact", SCRIPT, "30")  # after 12 steps DistributedDataParallel exchanges
+    report = document(done)
+    assert all(report["equal"])
+    assert report["worst"] < 1e-6
+    assert done.stderr.count("hvdtrain: strategy hierarchical: ") == 1
     script = tmp_path / "endless.py"
     script.write_text(
         "import sys, time, torch.distributed as dist\n"

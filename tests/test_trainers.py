@@ -1,4 +1,4 @@
-"""The examples with transformers' Trainer and peft, Accelerate and Lightning, unmodified, on two ranks."""
+"""The examples with transformers' Trainer and peft, Accelerate and Lightning, unmodified, on two ranks or hosts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROGRAMS, ROOT, launch
+from conftest import PROGRAMS, ROOT, Cluster, document, launch
 
 LORA = "hf_lora.py --layers 2 --width 64 --length 32"
 EXAMPLES = {
@@ -19,13 +19,16 @@ EXAMPLES = {
 pytestmark = pytest.mark.slow
 
 
-def weights(words: str, folder: Path, strategy: str = "") -> list[Any]:
-    """The checksum of each rank's weights, and the norms of rank 0's arrays."""
+def weights(words: str, folder: Path, strategy: str = "", hosts: Cluster | None = None) -> list[Any]:
+    """Run an example, whose ranks have to end with equal weights. Returns the norms of the arrays."""
     pytest.importorskip("transformers"), pytest.importorskip("lightning")
     name, *rest = words.split()
     program = [str(PROGRAMS / "own_trainers.py"), str(ROOT / "examples" / name), *rest]
     ddp = ["-m", "hvdtrain.ddp", "--strategy", strategy] if strategy else []
-    done = launch(2, ["-W", "ignore", *ddp, *program], "torchrun", {"HOME": str(folder), "HF_HUB_OFFLINE": "1"})
+    if hosts:
+        done = hosts.on("a", "hvdtrain", "launch", "torchrun", "-H", "a:1,b:1", "--strategy", strategy, *program)
+    else:
+        done = launch(2, ["-W", "ignore", *ddp, *program], "torchrun", {"HOME": str(folder), "HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(text) for text in re.findall(r"WEIGHTS (\{.*\})", done.stdout)]
     assert len({each["checksum"] for each in found}) == 1 and len(found) == 2
@@ -43,6 +46,25 @@ def test_examples_train_alike_with_exact_sums_and_end_with_equal_weights(example
     assert local == pytest.approx(plain, rel=0.2, abs=0.5)
 
 
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_no_step_is_lost_at_the_end(example: str, tmp_path: Path) -> None:
+    """Although no average was due."""
+    words = f"{EXAMPLES[example]} {tmp_path / 'kept'}"
+    plain, local = weights(words, tmp_path), weights(words, tmp_path, "local-sgd:every=1000")
+    assert local != plain
+    assert local == pytest.approx(plain, rel=0.1, abs=0.05)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_a_plan_times_the_steps_of_an_example(example: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers"), pytest.importorskip("lightning")
+    name, *rest = EXAMPLES[example].replace("--steps 8", "--steps 60").split()
+    words = ["plan", str(ROOT / "examples" / name), *rest, str(tmp_path), "--strategy", "int8", "--json"]
+    found = document(launch(0, ["-m", "hvdtrain.cli", *words]))
+    assert found["one_host"]["global_batch"] == {"hf_lora": 16}.get(example, 32), "with accumulation"
+    assert len(found["shapes"]) == {"hf_lora": 16}.get(example, 4), "what is trained"
+
+
 def test_a_trainer_saves_the_last_average_and_resumes_from_it(tmp_path: Path) -> None:
     """A checkpoint in the middle of a round is one file for all ranks."""
     folder = tmp_path / "lora"
@@ -50,3 +72,15 @@ def test_a_trainer_saves_the_last_average_and_resumes_from_it(tmp_path: Path) ->
     assert (folder / "adapter_model.safetensors").exists()
     weights(f"{LORA} --steps 14 --output {folder} --resume", tmp_path, "local-sgd:every=4")
     assert (folder / "checkpoint-14").is_dir()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("strategy", ["local-sgd:every=3,staleness=1+int8", "powersgd:rank=4"])
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples_on_two_hosts(example: str, strategy: str, cluster: Cluster, tmp_path: Path) -> None:
+    words = f"{EXAMPLES[example]} {tmp_path / 'kept'}"
+    first = weights(words, tmp_path, strategy, cluster)
+    if example == "hf_lora" and "local" in strategy:
+        again = weights(f"{words} --resume".replace("--steps 8", "--steps 12"), tmp_path, strategy, cluster)
+        assert first != again
+        assert (tmp_path / "kept" / "checkpoint-12").is_dir()

@@ -6,8 +6,10 @@ import argparse
 import contextlib
 import ctypes
 import dataclasses
+import importlib.util
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -39,8 +41,12 @@ ENVIRONMENT = {
     "HVDTRAIN_STRATEGY": "hierarchical",
     **dict.fromkeys(("RANK", "LOCAL_RANK"), "0"),
     **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
 }
 """What a script sees that was written for torchrun, as its only rank"""
+USES_HVDTRAIN = re.compile(rb"^\s*(from|import) hvdtrain", re.M)
+"""In the text of a script. In others all optimizers of PyTorch are timed."""
 ROOT = str(Path(__file__).parents[2])
 
 
@@ -219,12 +225,14 @@ def child() -> None:
     keep_heap()
     try:
         with _arguments(str(path), options["flags"]), profiled.observing(profiler):
+            if not USES_HVDTRAIN.search(path.read_bytes()) and importlib.util.find_spec("torch"):
+                importlib.import_module("hvdtrain.torch.attached").watch_script(ENVIRONMENT["HVDTRAIN_STRATEGY"])
             _run(path)
         profiler.ended()
         if profiler.found is None:
             raise Failure(
-                f"{path} ended without hvdtrain.train, and before an optimizer of hvdtrain.torch made "
-                f"{WARM_UP_STEPS + 1} steps; hint: use hvd.DistributedOptimizer of hvdtrain.torch",
+                f"{path} ended without hvdtrain.train, and before an optimizer of PyTorch made {WARM_UP_STEPS + 1} "
+                "steps; hint: train for more steps, or use hvd.DistributedOptimizer if it imports hvdtrain",
                 exits.USAGE,
             )
     except Failure as failure:

@@ -4,15 +4,16 @@ With a reducer, DistributedDataParallel calls a hook with its gradients (`hook`)
 them alone, and the optimizer exchanges in `step`: it is made an `Exchanging` one in place, because the script, its
 scheduler and its trainer hold it already.
 
-Between two averages the ranks' weights differ. A script may evaluate or save on one rank only, so nothing can be sent
-then. Instead `eval()` and `state_dict()` make the parameters hold the last average, which all ranks have, and the next
-training step puts the rank's own weights back.
+Between two averages the ranks' weights differ. What all ranks call together averages them (`TOGETHER`). Otherwise a
+script may evaluate or save on one rank only, so nothing can be sent. `eval()` and `state_dict()` then make the
+parameters hold the last average, which all ranks have, and the next training step puts the rank's own weights back.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 import weakref
 from typing import Any
 
@@ -32,6 +33,23 @@ from hvdtrain.torch.collectives import FRONT
 from hvdtrain.torch.exchanging import STATE, Exchanging
 from hvdtrain.torch.hook import Buckets, check_group, join
 from hvdtrain.torch.vectors import by_name
+from hvdtrain.training import profiled
+
+TOGETHER = {
+    "torch.distributed": ("", ["barrier"]),  # accelerator.wait_for_everyone() too
+    "transformers.trainer": ("Trainer", ["evaluate", "_save_checkpoint", "_finalize_training"]),
+    "accelerate.accelerator": ("Accelerator", ["save_state"]),
+    **{
+        f"{package}.{module}": names
+        for package in ("lightning.pytorch", "pytorch_lightning")
+        for module, names in {
+            "trainer.trainer": ("Trainer", ["save_checkpoint"]),
+            "loops.fit_loop": ("_FitLoop", ["on_run_end"]),
+            "loops.evaluation_loop": ("_EvaluationLoop", ["run"]),
+        }.items()
+    },
+}
+"""Functions that all ranks call after the same step: module -> class, names"""
 
 _models = weakref.WeakKeyDictionary[Any, set[int]]()
 """Attached models, and the ids of the parameters whose optimizer exchanges"""
@@ -61,15 +79,18 @@ class Attached(Measuring):
     def begin(self) -> None:
         """Connect to the other ranks, once. Collective."""
         self._targets = [model for model in list(_models) if self.trains(model)]
-        if self._begun or not self._targets:
+        is_planned = profiled.observer() is not None  # also without DistributedDataParallel, which one rank may omit
+        if self._begun or not (self._targets or is_planned):
             return
+        join(FRONT, self._chosen_strategy)
         self._begun = self.exchanging = self._step_supports_amp_scaling = True
+        _watch_together()
         exchange = job.exchange(self._chosen_strategy)
         assert exchange is not None
         self._connect(exchange, by_name(self, None), average=True, sparse_as_dense=False)
         if self._early is not None:
             self._loaded = self._checked(self._early)
-        if (rule := job.rule(self._chosen_strategy)) is not None:
+        if (rule := job.rule(self._chosen_strategy)) is not None or is_planned:
             self.measure(rule, horovod.Average)
 
     def step(self, closure: Any = None) -> Any:
@@ -101,6 +122,12 @@ class Attached(Measuring):
             model.require_backward_grad_sync = True
 
     # --- what others see ----------------------------------------------------------------------------------------
+
+    def average_now(self) -> None:
+        """Average weights that have changed since the last average. Collective."""
+        if self.exchanging and not self._strategy.in_sync:
+            self.show_own()
+            self.synchronize_weights()
 
     @torch.no_grad()
     def show_average(self) -> None:
@@ -220,7 +247,7 @@ def _check_model(*_: Any) -> None:
 
 def _fits_hook(strategy: str) -> bool:
     """Whether a hook of DistributedDataParallel can do what the strategy does."""
-    return not job.rule(strategy) and parse(strategy).algorithm is None
+    return not (job.rule(strategy) or profiled.observer()) and parse(strategy).algorithm is None
 
 
 def _hook(model: DistributedDataParallel, strategy: str) -> None:
@@ -264,3 +291,24 @@ def _watch_modules() -> None:
         return state_dict(self, *arguments, **named)
 
     torch.nn.Module.train, torch.nn.Module.state_dict = train_shown, state_dict_shown
+
+
+@functools.cache
+def _watch_together() -> None:
+    """From now on, the functions of TOGETHER average first, if the script has loaded them."""
+    for module, (owner, names) in TOGETHER.items():
+        if module in sys.modules:
+            place = getattr(sys.modules[module], owner) if owner else sys.modules[module]
+            for name in names:
+                setattr(place, name, _averaging(getattr(place, name)))
+
+
+def _averaging(function: Any) -> Any:
+    @functools.wraps(function)
+    def averaged(*arguments: Any, **named: Any) -> Any:
+        for each in _optimizers:
+            if (optimizer := each()) is not None:
+                optimizer.average_now()
+        return function(*arguments, **named)
+
+    return averaged

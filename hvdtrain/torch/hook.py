@@ -69,6 +69,8 @@ class Buckets:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdtrain-hook")
         self._reducers: dict[tuple[Any, ...], Reducer] = {}
         """The reducer of each bucket after the first step, by index and shapes"""
+        self._vectors: dict[int, Any] = {}
+        """The memory of each bucket, whose last exchange has ended when the next one begins"""
         self._is_first_step = True
 
     def hook(self, bucket: Any) -> Any:
@@ -80,13 +82,19 @@ class Buckets:
         self._is_first_step &= not bucket.is_last()
         on_gpu = buffer.device.type != "cpu"
         future: Any = torch.futures.Future(devices=[buffer.device] if on_gpu else None)
-        gradients = torch.empty(buffer.numel() + 1, dtype=torch.float32, device="cpu")
-        gradients[:-1] = buffer  # waits for the GPU
+        size = buffer.numel() + 1
+        if len(vector := self._vectors.get(bucket.index(), ())) != size:
+            vector = self._vectors[bucket.index()] = torch.empty(size, dtype=torch.float32, device="cpu")
+        gradients = vector[:-1]
+        if on_gpu or buffer.dtype != gradients.dtype:
+            gradients.copy_(buffer).div_(self._world.size)  # waits for the GPU
+        else:
+            torch.div(buffer, self._world.size, out=gradients)
 
         def exchange() -> None:
             try:
-                self._average(gradients.numpy(), reducer)
-                buffer.copy_(gradients[:-1])
+                self._sum(vector.numpy(), reducer)
+                buffer.copy_(gradients)
                 future.set_result(buffer)
             except Exception as error:
                 future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))  # PyTorch omits the type
@@ -111,13 +119,12 @@ class Buckets:
             self._reducers[key] = self._chosen.cls(shapes, self._chosen.settings)
         return self._reducers[key]
 
-    def _average(self, vector: np.ndarray, reducer: Reducer) -> None:
-        """Replace gradients by their mean. The last number says whether any rank's gradients were not finite."""
+    def _sum(self, vector: np.ndarray, reducer: Reducer) -> None:
+        """Replace gradients by their sum. The last number says whether any rank's gradients were not finite."""
         gradients = vector[:-1]
         lost = bool(reducer.residual_key) and not np.isfinite(gradients @ gradients)
         if lost:
             gradients[:] = 0
-        gradients /= self._world.size
         vector[-1] = lost
         self._world.reduce(vector, gradients.size, reducer)
         if vector[-1] > 0:

@@ -300,13 +300,15 @@ def _watch_together() -> None:
         if module in sys.modules:
             place = getattr(sys.modules[module], owner) if owner else sys.modules[module]
             for name in names:
-                setattr(place, name, _averaging(getattr(place, name)))
+                if function := getattr(place, name, None):  # other versions may have other names
+                    setattr(place, name, _averaging(function))
 
 
 def _averaging(function: Any) -> Any:
     @functools.wraps(function)
     def averaged(*arguments: Any, **named: Any) -> Any:
-        for each in _optimizers:
+        of_some_ranks = function.__name__ == "barrier" and any((*arguments[:1], named.get("group")))
+        for each in () if of_some_ranks else _optimizers:
             if (optimizer := each()) is not None:
                 optimizer.average_now()
         return function(*arguments, **named)

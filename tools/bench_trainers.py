@@ -19,6 +19,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import json
+import math
 import os
 import re
 import statistics
@@ -163,7 +164,12 @@ def against(options: Any, part: str, hows: Sequence[str], rates: Sequence[tuple[
     ring_s = all_reduce_s(4 * parameters, len(HOSTS), goodput_both_ways(parse_rate(rates[0][0])))
     report(options, part, f"one host (an fp32 all-reduce: {ring_s * alone:.2f} of its steps)", TOKENS * alone, 1.0)
     for how in hows:
-        four, steps, _ = speed(options, how, rates, *words)
+        try:
+            four, steps, _ = speed(options, how, rates, *words)
+        except Failure as failure:  # the others are still worth comparing
+            print(failure, file=sys.stderr, flush=True)
+            report(options, part, f"{how}: failed", math.nan, math.nan)
+            continue
         report(options, part, f"{how} ({steps} steps)", 4 * TOKENS * four, 4 * four / alone)
 
 

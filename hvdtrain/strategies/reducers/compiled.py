@@ -43,7 +43,8 @@ def loops() -> ctypes.CDLL | None:
                 command = [compiler, *FLAGS, str(source), "-o", str(made), "-lm"]
                 subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
                 made.replace(library)
-        return _declared(ctypes.CDLL(str(library)))
+        if library.stat().st_uid in (0, os.getuid()):  # another user could have written it into a shared cache
+            return _declared(ctypes.CDLL(str(library)))
     return None
 
 

@@ -79,11 +79,12 @@ def test_compiled_and_numpy_give_the_same_bits(size: int, bits: int, bad: float,
             decoded = [values.copy() for _ in range(3)]
             for how in (compiled.SET, compiled.ADD, compiled.SUBTRACT):
                 quantize.decode(message, decoded[how], bits, how)
-            quantize.decode(message[: 4 * blocks + size], cut := np.empty_like(values), 8)
+            cut = message[: 4 * blocks + -(-size * bits // 8)]
+            quantize.decode(cut if bits == 8 else message, last := np.empty_like(values), bits)
             halves = np.empty(size + 1, np.uint16)
             cast.encode(values, halves)
             cast.decode(halves.view(np.uint8), wide := values.copy(), compiled.ADD)
-        results.append([message, *decoded, halves, wide, *([cut] if bits == 8 else [])])
+        results.append([message, *decoded, halves, wide, last])
     for one, other in zip(*results, strict=True):
         assert np.array_equal(one, other, equal_nan=one.dtype == np.float32)
 
@@ -105,6 +106,19 @@ def test_a_block_has_its_own_scale(bits: int) -> None:
     inputs[:, 64:128] *= 1e-20
     out, _, _ = totals(inputs, bits)
     assert np.abs(out - inputs.sum(axis=0))[64:128].max() < 1e-20
+
+
+@pytest.mark.parametrize("loops", [compiled.loops, lambda: None], ids=["compiled", "numpy"])
+def test_a_short_message_is_an_error(loops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "loops", loops)
+    values = normal(0, 100)
+    for bits in (8, 4):
+        message = quantize.encode(values, 2, bits)
+        for short in (message[:-40], message[:9], message[:0]):
+            with pytest.raises(RuntimeError, match="fewer than 100 numbers"):
+                quantize.decode(short, values, bits)
+    with pytest.raises(RuntimeError, match="fewer than 100 numbers"):
+        cast.decode(np.zeros(198, np.uint8), values)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure what reducers cost the processor, beside the time of a copy, which no coding can beat.
+"""Measure the processor time of reducers' coding, next to a copy, which no coding can beat.
 
     make bench-coding BENCH_ARGS='--reducers int8 bf16'
 

@@ -130,8 +130,8 @@ class Communication:
     backend: Literal["tcp", "mpi"] = "tcp"
     """What connects the hosts
 
-    tcp: hvdtrain's own connections. mpi: the MPI that started the ranks, for its fabrics, or where only MPI may connect
-    hosts. For strategies on hvdtrain's TCP backend; not with --elastic or --stages."""
+    tcp: hvdtrain's own connections. mpi: the MPI that started the ranks, for the fabrics that it drives. For strategies
+    on hvdtrain's TCP backend; not with --elastic or --stages."""
     shares: str | None = None
     """Unequal shares of each batch: measured, or e.g. 3:1
 

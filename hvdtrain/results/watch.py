@@ -51,7 +51,7 @@ HOST = {
     "gpu_percent": "GPU %",
     "power_w": "W",
 }
-"""What is shown of a host, and its heading"""
+"""Columns of the table of hosts: field and heading"""
 Frame = dict[str, Any]
 R = TypeVar("R", bound=records.Record)
 

@@ -113,6 +113,12 @@ class Exchange:
             raise Failure(
                 f"--horovod-timeline: Horovod does not run with --strategy {self}; hint: --profile", exits.BAD_CONFIG
             )
+        if config.backend != "tcp" and self.capabilities.backend != "tcp":
+            raise Failure(
+                f"--backend {config.backend} is for strategies on hvdtrain's TCP backend, and --strategy {self} uses "
+                f"another; hint: --strategy {registry.DEFAULT_REDUCER}",
+                exits.BAD_CONFIG,
+            )
         if config.shares is not None and self.capabilities.backend != "tcp":
             raise Failure(
                 f"--shares needs hvdtrain's TCP backend, and --strategy {self} uses another; hint: --strategy "

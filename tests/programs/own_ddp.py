@@ -42,6 +42,7 @@ def collect(value: object) -> list[object]:
 
 
 net, optimizer = made()
+first = dist.new_group([0])
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
 scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 ddp = torch.nn.parallel.DistributedDataParallel(net)
@@ -65,6 +66,7 @@ for step in range(begin, steps):
     optimizer.zero_grad()
     scheduler.step()
     if step == 4 and rank == 0:  # on one rank alone: nothing may be sent
+        dist.barrier(first)
         net.eval()
         with torch.no_grad():
             net(batch(0, 0)[0])

@@ -81,7 +81,8 @@ if options.loop == "trainer":
 else:
     hook = DDPCommunicationHookType.POWER_SGD if options.loop == "powersgd" else DDPCommunicationHookType.NO
     state = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
-    ddp = DistributedDataParallelKwargs(comm_hook=hook, comm_state_option=state)
+    # With several buckets the hook's all-reduces on Gloo can meet in another order on each rank, and hang.
+    ddp = DistributedDataParallelKwargs(bucket_cap_mb=100, comm_hook=hook, comm_state_option=state)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[ddp])
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
     loader = torch.utils.data.DataLoader(samples, batch_size=options.batch, shuffle=True)

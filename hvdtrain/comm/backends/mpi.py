@@ -1,8 +1,7 @@
 """The TCP backend's exchanges with MPI between hosts: `--backend mpi`.
 
-For fabrics that MPI drives (UCX, libfabric), and for sites where only MPI may connect hosts. Only the messages between
-leaders differ: the order of sums is that of `tcp`, and so are their bits. A lost host ends an MPI job, so elastic jobs
-need TCP.
+For fabrics that MPI drives (UCX, libfabric). Only the transport of messages between leaders differs. The sums are made
+in the same order as in `tcp`, so they have the same bits. A lost host ends an MPI job, so elastic jobs need TCP.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ SLEEP_S = 20e-6
 
 
 class MpiLeaderGroup(TcpLeaderGroup):
-    """The leaders, in an MPI communicator of their own, so that several groups and threads do not meet."""
+    """The leaders. Each group has its own MPI communicator, so several groups and threads do not meet."""
 
     def __init__(self, leaders: Any) -> None:
         """`leaders`: a communicator of mpi4py."""

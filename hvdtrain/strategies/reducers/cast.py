@@ -64,7 +64,7 @@ def encode(values: Array, message: Array) -> None:
     """Write float32 numbers into a uint16 message of at least their size."""
     message[len(values) :] = 0
     if is_numpy(values) and (c := compiled.loops()):
-        return c.encode_bf16(values.ctypes.data, len(values), message.ctypes.data)
+        return c.encode_bf16(values, len(values), message)
     at_once = BLOCK if is_numpy(values) else len(values)
     for begin in range(0, len(values), at_once):
         piece = values[begin : begin + at_once]
@@ -75,10 +75,12 @@ def encode(values: Array, message: Array) -> None:
 @np.errstate(over="ignore")
 def decode(message: Array, values: Array, how: int = SET) -> None:
     """Set `values` to the float32 numbers of a message of bytes, or add these."""
-    if is_numpy(values) and (c := compiled.loops()):
-        return c.decode_bf16(message.ctypes.data, len(values), how, values.ctypes.data)
     at_once = BLOCK if is_numpy(values) else len(values)
     halves = message.view(array_namespace(message).uint16)
+    if len(halves) < len(values):
+        raise RuntimeError(f"a message of {len(message)} bytes has fewer than {len(values)} numbers")
+    if is_numpy(values) and (c := compiled.loops()):
+        return c.decode_bf16(halves, len(values), how, values)
     for begin in range(0, len(values), at_once):
         piece = values[begin : begin + at_once]
         numbers = from_bf16(halves[begin : begin + len(piece)])

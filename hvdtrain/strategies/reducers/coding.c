@@ -98,7 +98,8 @@ void encode_bf16(const uint32_t *values, int64_t size, uint16_t *message)
     for (int64_t i = 0; i < size; i++) {
         const uint32_t number = values[i];
         const uint32_t rounded = (number + 0x7fff + (number >> 16 & 1)) >> 16;
-        message[i] = (number & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded; /* the carry would turn some NaN into numbers */
+        /* NaN is special, because the carry would turn some into numbers */
+        message[i] = (number & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;
     }
 }
 
@@ -113,7 +114,8 @@ void decode_bf16(const uint16_t *message, int64_t size, int how, float *values)
     }
 }
 
-static inline void add_some(const float *p, const float *q, int64_t rank, int64_t rows, int64_t columns, int size, float *out)
+static inline void add_some(
+    const float *p, const float *q, int64_t rank, int64_t rows, int64_t columns, int size, float *out)
 {
     float sums[LENGTH] = {0};
     for (int64_t i = 0; i < rank; i++)

@@ -17,6 +17,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import numpy as np
+
 from hvdtrain.system import files
 from hvdtrain.system.exits import Failure
 
@@ -49,11 +51,14 @@ def loops() -> ctypes.CDLL | None:
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Set the types of the parameters. The functions return nothing."""
-    address, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    library.encode_integers.argtypes = (address, size, size, number, address, address)
-    library.decode_integers.argtypes = (address, address, size, number, number, address)
-    library.encode_bf16.argtypes = (address, size, address)
-    library.decode_bf16.argtypes = (address, size, number, address)
-    library.add_products.argtypes = (address, address, size, size, size, address)
+    """Declare the parameters, so that arrays of other types or with gaps are refused. The functions return nothing."""
+    number, size = ctypes.c_int, ctypes.c_int64
+    floats, halves, message = (
+        np.ctypeslib.ndpointer(dtype, flags="C_CONTIGUOUS") for dtype in (np.float32, np.uint16, np.uint8)
+    )
+    library.encode_integers.argtypes = (floats, size, size, number, message, message)
+    library.decode_integers.argtypes = (message, message, size, number, number, floats)
+    library.encode_bf16.argtypes = (floats, size, halves)
+    library.decode_bf16.argtypes = (halves, size, number, floats)
+    library.add_products.argtypes = (floats, floats, size, size, size, floats)
     return library

@@ -245,7 +245,7 @@ def product(p: Array, q: Array, out: Array, term: Array) -> None:
     if is_numpy(p) and (c := compiled.loops()):
         if not out.flags.c_contiguous:
             p, q, out = q, p, out.T
-        c.add_products(p.ctypes.data, q.ctypes.data, len(p), p.shape[1], q.shape[1], out.ctypes.data)
+        c.add_products(p, q, len(p), p.shape[1], q.shape[1], out)
     elif is_numpy(p) and einsum_rounds():  # three times as fast
         np.einsum("ij,ik->jk", p, q, out=out)
     else:

@@ -101,7 +101,7 @@ def encode(values: Array, blocks: int, bits: int) -> Array:
     message = empty(message_bytes(blocks, bits), values, "uint8")
     if is_numpy(values) and (c := compiled.loops()):
         scales, numbers = message[: 4 * blocks], message[4 * blocks :]
-        c.encode_integers(values.ctypes.data, len(values), blocks, bits, scales.ctypes.data, numbers.ctypes.data)
+        c.encode_integers(values, len(values), blocks, bits, scales, numbers)
         return message
     if len(values) < LENGTH * blocks:
         values = xp.concat([values, xp.zeros_like(empty(LENGTH * blocks - len(values), values))])
@@ -125,13 +125,15 @@ def encode(values: Array, blocks: int, bits: int) -> Array:
 def decode(message: Array, into: Array, bits: int, how: int = SET) -> None:
     """Decode the first numbers of a message into a flat array: set, add or subtract them, each rounded before.
 
-    The message may end with the last of these numbers.
+    The message may end with the last of these numbers. Raises RuntimeError if it is shorter.
     """
     xp, size = array_namespace(into), len(into)
     blocks = -(-len(message) // message_bytes(1, bits))
+    if size > LENGTH * blocks or len(message) < 4 * blocks + size * bits // 8:
+        raise RuntimeError(f"a message of {len(message)} bytes has fewer than {size} numbers of {bits} bits")
     if is_numpy(into) and (c := compiled.loops()):
         scales, numbers = message[: 4 * blocks], message[4 * blocks :]
-        c.decode_integers(scales.ctypes.data, numbers.ctypes.data, size, bits, how, into.ctypes.data)
+        c.decode_integers(scales, numbers, size, bits, how, into)
         return
     if missing := message_bytes(blocks, bits) - len(message):
         message = xp.concat([message, xp.zeros_like(empty(missing, message, "uint8"))])

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
 from hvdtrain.plan import coding  # noqa: E402
+from hvdtrain.strategies import parse  # noqa: E402
 from hvdtrain.strategies.reducers import compiled, quantize  # noqa: E402
 from hvdtrain.system import exits  # noqa: E402
 from hvdtrain.system.arguments import Parser  # noqa: E402
@@ -65,6 +66,8 @@ def main(arguments: list[str]) -> int:
     top.add_argument("--rounds", type=int, default=3, metavar="N", help="(default: 3)")
     top.add_argument("--json", action="store_true", help="print one JSON document on stdout")
     options = top.parse_args(arguments)
+    for name in options.reducers:
+        parse(name)
     shapes, numbers = [(SIDE, SIDE)] * options.matrices, options.matrices * SIDE**2
     compiler, found = os.environ.get("CC", "cc"), dict[str, dict[str, list[float]]]()
     for _, (kind, os.environ["CC"]) in itertools.product(

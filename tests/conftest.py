@@ -55,6 +55,7 @@ NETWORK_TOOLS = ("ip", "tc", "sshd")
 # in this process and in those that it starts also have the same bits.
 os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTRAOP_THREADS"), "1")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # as workloads set it
+os.environ["PYTHONFAULTHANDLER"] = "1"  # a rank that crashes shows where
 
 WITHOUT_RIGHTS: list[str] = []
 """Words that start a command which can change nothing, and which sudo does not help"""
@@ -356,7 +357,7 @@ def fails(action: Callable[[], object], code: int, *words: str) -> None:
 
 def document(done: subprocess.CompletedProcess[str]) -> Any:
     """The JSON document on stdout, without the tags that launchers add, to each part of a line that is long."""
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-6000:]
     output = re.sub(r"\[\d+,\d+\]<stdout>:", "", done.stdout)
     lines = [line[line.index("{") :] for line in output.splitlines() if "{" in line]
     assert len(lines) == 1, done.stdout

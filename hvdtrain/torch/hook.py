@@ -82,19 +82,20 @@ class Buckets:
         self._is_first_step &= not bucket.is_last()
         on_gpu = buffer.device.type != "cpu"
         future: Any = torch.futures.Future(devices=[buffer.device] if on_gpu else None)
-        size = buffer.numel() + 1
-        if len(vector := self._vectors.get(bucket.index(), ())) != size:
-            vector = self._vectors[bucket.index()] = torch.empty(size, dtype=torch.float32, device="cpu")
-        gradients = vector[:-1]
-        if on_gpu or buffer.dtype != gradients.dtype:
-            gradients.copy_(buffer).div_(self._world.size)  # waits for the GPU
+        if not (on_gpu or reducer.residual_key or buffer.dtype != torch.float32):
+            vector = gradients = buffer.div_(self._world.size)  # summed where it is
         else:
-            torch.div(buffer, self._world.size, out=gradients)
+            size = buffer.numel() + 1
+            if len(vector := self._vectors.get(bucket.index(), ())) != size:
+                vector = self._vectors[bucket.index()] = torch.empty(size, dtype=torch.float32, device="cpu")
+            gradients = vector[:-1]
+            gradients.copy_(buffer).div_(self._world.size)  # waits for the GPU
 
         def exchange() -> None:
             try:
-                self._sum(vector.numpy(), reducer)
-                buffer.copy_(gradients)
+                self._sum(vector.numpy(), gradients.numpy(), reducer)
+                if gradients is not buffer:
+                    buffer.copy_(gradients)
                 future.set_result(buffer)
             except Exception as error:
                 future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))  # PyTorch omits the type
@@ -119,9 +120,14 @@ class Buckets:
             self._reducers[key] = self._chosen.cls(shapes, self._chosen.settings)
         return self._reducers[key]
 
-    def _sum(self, vector: np.ndarray, reducer: Reducer) -> None:
-        """Replace gradients by their sum. The last number says whether any rank's gradients were not finite."""
-        gradients = vector[:-1]
+    def _sum(self, vector: np.ndarray, gradients: np.ndarray, reducer: Reducer) -> None:
+        """Replace gradients by their sum. A number after them says whether any rank's were not finite.
+
+        Without a residual, what is not finite is gone after the step, and `vector` may have the gradients alone.
+        """
+        if vector.size == gradients.size:
+            self._world.reduce(vector, gradients.size, reducer)
+            return
         lost = bool(reducer.residual_key) and not np.isfinite(gradients @ gradients)
         if lost:
             gradients[:] = 0

@@ -282,8 +282,12 @@ def test_two_networks_are_distinguished(cluster: Cluster) -> None:
         must(cluster.on(host, "ip", "address", "add", "172.17.0.1/16", "dev", "docker0"))
         must(cluster.on(host, "ip", "link", "set", "docker0", "up"))
         must(cluster.on(host, "ip", "link", "set", "other0", "up"))
+    mtu = int(cluster.on("b", "cat", "/sys/class/net/eth0/mtu").stdout)
     try:
         findings = between(cluster, "--quick")
+        must(cluster.on("b", "ip", "link", "set", "eth0", "mtu", str(mtu - 100)))
+        smaller = between(cluster, "--quick", "--nic", "eth0")
+        must(cluster.on("b", "ip", "link", "set", "eth0", "mtu", str(mtu)))
         pinned = between(cluster, "--quick", "--nic", "eth0")
         absent = between(cluster, "--quick", "--nic", "ib0")
     finally:
@@ -295,6 +299,8 @@ def test_two_networks_are_distinguished(cluster: Cluster) -> None:
         "docker0" in findings.one("nic", "b")["what"] and "btl_tcp_if_include eth0" in findings.one("nic", "b")["fix"]
     )
     assert (pinned.all("warn"), pinned.all("fail")) == ([], [])
+    assert smaller.all("warn") == [("mtu", "a, b")]
+    assert smaller.one("mtu")["facts"]["mtu_bytes"] == {"a": mtu, "b": mtu - 100}
     assert absent.all("fail") == [("nic", "a"), ("nic", "b")]
 
 

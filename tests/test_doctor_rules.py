@@ -83,7 +83,8 @@ def test_a_pair_that_looks_slow_or_uneven_is_measured_again_and_the_best_counts(
     names = "abc"
     tried = {(one, other): [{"result": "open", "round_trip_ms": 0.2}] for one in names for other in names}
     results: list[checks.Check] = []
-    link_checks.speeds({name: name for name in names}, {name: name for name in names}, tried, str, results.append)
+    said = {"a": 1000, "b": 1000, "c": None}
+    link_checks.speeds({name: name for name in names}, {name: name for name in names}, tried, said, str, results.append)
     assert not any(rates.values())
     assert {check.where: (check.status, check.facts["there_mbit"], check.facts["back_mbit"]) for check in results} == {
         "a <-> b": ("ok", 940.0, 930.0),
@@ -128,3 +129,14 @@ def test_the_interface_is_the_given_one_or_the_one_that_ssh_uses() -> None:
     assert pick(host, "docker0", None) is None  # no cable
     assert pick(facts(interfaces=NICS, ssh_connection=[]), None, "10.1.0.2") == NICS[2]
     assert pick(facts(interfaces=[]), None, None) is None
+
+
+def test_what_interfaces_say_is_compared_with_the_rate_and_with_other_interfaces() -> None:
+    slow = link_checks.judge_speed("a", "b", 410.0, 420.0, 0.2, 2, 1000)
+    assert (slow.status, slow.facts["nic_mbit"]) == ("warn", 1000) and "1.0 Gbit/s" in slow.what
+    assert link_checks.judge_speed("a", "b", 930.0, 935.0, 0.2, 2, 1000).status == "ok"
+    speeds = {"docker0": None, "eth0": 1000, "ib0": 10_000}
+    host = facts(interfaces=[{**each, "speed_mbit": speeds[each["name"]]} for each in NICS])
+    eth0, ib0 = host["interfaces"][1:]
+    assert "--nic ib0" in host_checks.interfaces("b", host, eth0, None, True).fix
+    assert "--nic" not in host_checks.interfaces("b", host, ib0, None, True).fix

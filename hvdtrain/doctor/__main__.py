@@ -249,8 +249,9 @@ def examine(listed: Sequence[Slots], options: argparse.Namespace, report: Report
         if hosts.several and hosts.here not in [slot.host for slot in listed]:
             examine_host(Slots(hosts.here, 0), hosts, used[hosts.here])
         report.add(*host_checks.same_addresses(hosts.facts, options.nic))
-        reachable = {host: nic["address"] for host, nic in used.items() if nic}
+        reachable = {host: nic for host, nic in used.items() if nic}
         if hosts.several and len(reachable) > 1:
+            report.add(*host_checks.same_mtu(reachable))
             links(hosts, reachable, [slot.host for slot in listed])
 
 
@@ -320,9 +321,12 @@ def examine_host(slot: Slots, hosts: Hosts, used: Mapping[str, Any] | None) -> N
         report.add(host_checks.slots(host, facts, slot.slots))
 
 
-def links(hosts: Hosts, addresses: dict[str, str], listed: list[str]) -> None:
-    """Check ports between all hosts and this machine, and bandwidth between the hosts that will compute."""
-    report = hosts.report
+def links(hosts: Hosts, used: Mapping[str, Mapping[str, Any]], listed: list[str]) -> None:
+    """Check ports between all hosts and this machine, and bandwidth between the hosts that will compute.
+
+    `used`: the interface of each host's data.
+    """
+    report, addresses = hosts.report, {host: nic["address"] for host, nic in used.items()}
     report.progress("high ports between " + ", ".join(addresses))
     agents = {host: hosts.agents[host] for host in addresses}
     try:
@@ -335,7 +339,8 @@ def links(hosts: Hosts, addresses: dict[str, str], listed: list[str]) -> None:
     report.add(*link_checks.judge_ports(tried, addresses))
     computing = {host: agents[host] for host in listed if host in agents}
     if len(computing) > 1 and not hosts.options.quick:
-        link_checks.speeds(computing, addresses, tried, report.progress, report.add)
+        nic_mbit = {host: nic["speed_mbit"] for host, nic in used.items()}
+        link_checks.speeds(computing, addresses, tried, nic_mbit, report.progress, report.add)
 
 
 def main(arguments: list[str]) -> int:

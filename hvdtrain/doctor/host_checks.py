@@ -92,13 +92,31 @@ def interfaces(where: str, facts: Facts, used: Mapping[str, Any] | None, nic: st
             what = "no interface with an IPv4 address is up"
             fix = "bring one up: ip link set DEV up; ip address add ..."
         return Check(name="nic", status=FAIL if several or nic else OK, where=where, what=what, fix=fix, facts=data)
-    what = f"data goes over {used['name']} ({used['address']})"
+    name = used["name"]
+    what = f"data goes over {name} ({used['address']})"
     if len(possible) == 1 or nic or not several:
         return Check(name="nic", status=OK, where=where, what=what, facts=data)
+    if used["speed_mbit"] and (fast := [each for each in possible if (each["speed_mbit"] or 0) > used["speed_mbit"]]):
+        faster = max(fast, key=lambda each: each["speed_mbit"])
+        what += f" with {used['speed_mbit']} Mbit/s, although {faster['name']} has {faster['speed_mbit']}"
+        fix = f"name its address in -H, or choose it with --nic {faster['name']}"
+        return Check(name="nic", status=WARN, where=where, what=what, fix=fix, facts=data)
     others = ", ".join(f"{entry['name']} ({entry['address']})" for entry in possible if entry is not used)
-    pin = f"horovodrun --network-interfaces {used['name']}, mpirun --mca btl_tcp_if_include {used['name']}"
+    pin = f"horovodrun --network-interfaces {name}, mpirun --mca btl_tcp_if_include {name}"
+    pin += f", torchrun with GLOO_SOCKET_IFNAME={name} and NCCL_SOCKET_IFNAME={name}"
     what += f", but Open MPI also tries {others}"
     return Check(name="nic", status=WARN, where=where, what=what, fix=f"pin it: {pin}", facts=data)
+
+
+def same_mtu(used: Mapping[str, Mapping[str, Any]]) -> list[Check]:
+    """Compare the MTUs of the interfaces that carry the data, by host: a link drops frames that one end cannot take."""
+    sizes = {host: nic["mtu_bytes"] for host, nic in used.items() if nic["mtu_bytes"]}
+    if len(set(sizes.values())) < 2:
+        return []
+    least, facts = min(sizes.values()), {"mtu_bytes": sizes}
+    what = "MTUs differ: " + ", ".join(f"{used[host]['name']} on {host} {size}" for host, size in sizes.items())
+    fix = f"unless a router between them adapts, use one: ip link set DEV mtu {least}"
+    return [Check(name="mtu", status=WARN, where=", ".join(sizes), what=what, fix=fix, facts=facts)]
 
 
 def same_addresses(facts: Mapping[str, Facts], nic: str | None) -> list[Check]:

@@ -17,6 +17,8 @@ GRADIENT_BYTES = 85_130_000
 """Gradients of ResNet-34 with 10 classes in float32."""
 SLOW_MBIT = 100.0
 UNEVEN = 2.0
+SHARE_OF_NIC = 0.5
+"""A link that carries less than this share of what both interfaces say has a bad cable, or something slow between"""
 FAR_MS = 10.0
 ALL_PAIRS_UP_TO = 8
 """More hosts than this are measured along a ring, the path of an all-reduce."""
@@ -121,6 +123,7 @@ def speeds(
     agents: Mapping[str, Agent],
     addresses: Mapping[str, str],
     tried: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]],
+    nic_mbit: Mapping[str, int | None],
     progress: Callable[[str], None],
     report: Callable[[Check], None],
 ) -> None:
@@ -128,7 +131,7 @@ def speeds(
 
     A pair that looks slow or uneven is measured again, and the better result counts for each direction: other load on
     the hosts can only make a link look slower. `tried` is the result of `try_ports`. Pairs with a closed port are
-    skipped, because they have been reported already.
+    skipped, because they have been reported already. `nic_mbit`: what each host's interface says, None if nothing.
     """
     hosts = list(agents)
     with ThreadPoolExecutor(max_workers=len(hosts)) as pool:
@@ -144,11 +147,14 @@ def speeds(
                 continue
             progress("bandwidth between " + ", ".join(f"{a} and {b}" for a, b in pairs))
             rates = dict(zip(pairs, both_ways(pairs), strict=True))
-            doubtful = [pair for pair in pairs if judge_speed(*pair, *rates[pair], None, len(hosts)).status != OK]
+            said = {(a, b): min((mbit for host in (a, b) if (mbit := nic_mbit[host])), default=None) for a, b in pairs}
+            doubtful = [
+                pair for pair in pairs if judge_speed(*pair, *rates[pair], None, len(hosts), said[pair]).status != OK
+            ]
             for pair, (there, back) in zip(doubtful, both_ways(doubtful), strict=True):
                 rates[pair] = better(rates[pair][0], there), better(rates[pair][1], back)
             for a, b in pairs:
-                report(judge_speed(a, b, *rates[a, b], round_trip_ms(tried[a, b]), len(hosts)))
+                report(judge_speed(a, b, *rates[a, b], round_trip_ms(tried[a, b]), len(hosts), said[a, b]))
 
 
 def better(one: float | str, other: float | str) -> float | str:
@@ -156,25 +162,40 @@ def better(one: float | str, other: float | str) -> float | str:
     return max(one, other, key=lambda rate: rate if isinstance(rate, float) else -1.0)
 
 
-def judge_speed(a: str, b: str, there: float | str, back: float | str, delay_ms: float | None, hosts: int) -> Check:
-    """Judge a pair of hosts by both rates and the delay. A rate that could not be measured is an error message."""
+def judge_speed(
+    a: str,
+    b: str,
+    there: float | str,
+    back: float | str,
+    delay_ms: float | None,
+    hosts: int,
+    nic_mbit: float | None = None,
+) -> Check:
+    """Judge a pair of hosts by both rates, the delay and what the slower interface says.
+
+    A rate that could not be measured is an error message.
+    """
     where = f"{a} <-> {b}"
     data = {
         "hosts": [a, b],
         "there_mbit": there if isinstance(there, float) else None,
         "back_mbit": back if isinstance(back, float) else None,
         "round_trip_ms": delay_ms,
+        "nic_mbit": nic_mbit,
     }
     for way, result in ((f"{a} to {b}", there), (f"{b} to {a}", back)):
         if isinstance(result, str):
             what = f"bandwidth from {way} could not be measured: {result}"
-            fix = "run the doctor again; if that fails too, measure with iperf3"
+            fix = "run the doctor again; if that fails too, compare with a smaller MTU: ip link set DEV mtu 1400"
             return Check(name="speed", status=WARN, where=where, what=what, fix=fix, facts=data)
     assert isinstance(there, float) and isinstance(back, float)
     what = f"{show_rate(there)} there, {show_rate(back)} back"
     if delay_ms is not None:
         what += f", {delay_ms:.2g} ms round trip"
     slowest, fixes = min(there, back), []
+    if nic_mbit and slowest < SHARE_OF_NIC * nic_mbit:
+        what += f"; the interfaces say {show_rate(nic_mbit)}"
+        fixes.append("check the cables, the switch's port and the load of the link (ethtool, iperf3)")
     if slowest < SLOW_MBIT:
         seconds = all_reduce_s(GRADIENT_BYTES, hosts, slowest * 1e6)
         data["allreduce_s"] = seconds

@@ -30,9 +30,8 @@ def hosts_of(text: str) -> list[Host]:
             doctor.ask_all(hosts, [])
             report.add(*hosts.lost.values())
             used = {host: doctor.nic_of(host, hosts) for host in hosts.agents}
-            addresses = {host: nic["address"] for host, nic in used.items() if nic}
             if not hosts.lost:
-                doctor.links(hosts, addresses, names)
+                doctor.links(hosts, {host: nic for host, nic in used.items() if nic}, names)
     finally:
         report.progress("")
     if failed := next((check for check in report.checks if check.status == FAIL), None):

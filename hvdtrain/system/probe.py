@@ -62,7 +62,7 @@ def output(command: list[str], **options: typing.Any) -> str | None:
 
 
 def interfaces() -> list[dict[str, typing.Any]]:
-    """Name, first IPv4 address and state of each interface except loopback (netdevice(7))."""
+    """Name, first IPv4 address, state, MTU and speed of each interface except loopback (netdevice(7))."""
     result = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for _, name in socket.if_nameindex():
@@ -74,8 +74,26 @@ def interfaces() -> list[dict[str, typing.Any]]:
                 continue  # no IPv4 address
             if not flags & 0x8:  # IFF_LOOPBACK
                 state = {"up": bool(flags & 0x1), "carrier": bool(flags & 0x40)}
-                result.append({"name": name, "address": address, **state})
+                hardware = pathlib.Path("/sys/class/net", name, "device").exists()  # others claim any speed
+                result.append(
+                    {
+                        "name": name,
+                        "address": address,
+                        **state,
+                        "mtu_bytes": _number(name, "mtu"),
+                        "speed_mbit": _number(name, "speed") if hardware else None,
+                    }
+                )
     return result
+
+
+def _number(interface: str, name: str) -> int | None:
+    """What the kernel knows of an interface. None if nothing, as the speed of many virtual machines' interfaces."""
+    try:
+        number = int(pathlib.Path("/sys/class/net", interface, name).read_text())
+    except (OSError, ValueError):
+        return None
+    return number if number > 0 else None
 
 
 def resolve(name: str) -> list[str]:

@@ -47,7 +47,7 @@ from hvdtrain.system.rates import all_reduce_s, goodput_both_ways, parse_rate  #
 HOSTS, CPU_SHARE, TOKENS = "abcd", 0.5, 128
 UNLIMITED, ALONE, PLAIN, LOOPS = "unlimited", "alone", "plain", ("powersgd", "localsgd")
 LORA = "local-sgd:every=8,staleness=4+int8"
-FULL = "local-sgd:every=4,staleness=2+powersgd:rank=8,bits=8"
+FULL = "local-sgd:every=8,staleness=4+powersgd:rank=8,bits=4"
 WARM_UP = 16
 """Steps that are not counted: PowerSGD begins, `auto` chooses"""
 MOST_S, MOST_WARM_UP_S = 180, 30
@@ -180,14 +180,15 @@ def report(options: Any, part: str, how: str, value: float, ratio: float) -> Non
 
 def unlimited(options: Any) -> None:
     """Step times without a limit, in turn."""
-    runs: dict[str, list[float]] = {PLAIN: [], "hierarchical": []}
-    for _ in range(options.rounds):
+    for words in ([], ["--full"]):
+        runs: dict[str, list[float]] = {PLAIN: [], "hierarchical": []}
+        for _ in range(options.rounds):
+            for how, each in runs.items():
+                each.append(1 / speed(options, how, [(UNLIMITED, options.seconds)], *words)[0])
+        plain = statistics.median(runs[PLAIN])
         for how, each in runs.items():
-            each.append(1 / speed(options, how, [(UNLIMITED, options.seconds)])[0])
-    plain = statistics.median(runs[PLAIN])
-    for how, each in runs.items():
-        median = statistics.median(each)
-        report(options, "unlimited", f"{how}, s of a step ({min(each):.4f} to {max(each):.4f})", median, median / plain)
+            median, shown = statistics.median(each), " ".join([how, *words])
+            report(options, UNLIMITED, f"{shown}, s of a step ({min(each):.3f} to {max(each):.3f})", median, median / plain)
 
 
 def loss(options: Any) -> None:

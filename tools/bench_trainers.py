@@ -187,8 +187,9 @@ def unlimited(options: Any) -> None:
                 each.append(1 / speed(options, how, [(UNLIMITED, options.seconds)], *words)[0])
         plain = statistics.median(runs[PLAIN])
         for how, each in runs.items():
-            median, shown = statistics.median(each), " ".join([how, *words])
-            report(options, UNLIMITED, f"{shown}, s of a step ({min(each):.3f} to {max(each):.3f})", median, median / plain)
+            median = statistics.median(each)
+            shown = f"{' '.join([how, *words])}, s of a step ({min(each):.3f} to {max(each):.3f})"
+            report(options, UNLIMITED, shown, median, median / plain)
 
 
 def loss(options: Any) -> None:

@@ -64,7 +64,7 @@ def test_what_has_no_distributed_data_parallel_is_refused(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_torchrun_starts_on_two_hosts_and_ends_when_asked(cluster: Cluster, tmp_path: Path) -> None:
     """All ranks end with the job, also after a signal."""
-    words = ["hvdtrain", "launch", "torchrun", "-H", "a:1,b:1", "--strategy"]
+    words = ["hvdtrain", "launch", "torchrun", "--grace", "5", "-H", "a:1,b:1", "--strategy"]
     done = cluster.on("a", *words, "hierarchical", SCRIPT, "10")
     report = document(done)
     assert all(report["equal"])

@@ -36,8 +36,10 @@ def parser() -> Parser:
     )
     add = top.add_argument
     add("-H", "--hosts", metavar="a:2,b:2", help="hosts and their ranks, the same number on each")
+    add("--hostfile", type=Path, metavar="FILE", help="file with one `host slots=2` per line")
     add("--nic", metavar="DEVICE", help="network interface between the hosts (default: from the route to them)")
     add("--strategy", metavar="S", help="(default: HVDTRAIN_STRATEGY, or exact sums)")
+    add("--grace", default="25", metavar="SECONDS", help="time for a checkpoint after SIGTERM (default: 25)")
     add("--dry-run", action="store_true", help="print the command and start nothing")
     add("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="the script and its arguments")
     return top
@@ -50,10 +52,10 @@ def main(arguments: list[str]) -> int:
         raise Failure(f"no script given; hint: {PROGRAM} -H a:1,b:1 train.py", exits.USAGE)
     if not options.dry_run and not Path(options.script[0]).is_file():
         raise Failure(f"{options.script[0]}: no such script; hint: {PROGRAM} -H a:1,b:1 train.py", exits.USAGE)
-    options.hostfile = options.np = None
-    found, _ = find_hosts(options, os.environ)
+    options.np = None
+    found, source = find_hosts(options, os.environ)
     if len({slot.slots for slot in found}) != 1:
-        what = f"-H {hosts.as_argument(found)}: torchrun needs the same number of ranks on each host"
+        what = f"{source} {hosts.as_argument(found)}: torchrun needs the same number of ranks on each host"
         raise Failure(f"{what}; hint: -H a:2,b:2", exits.USAGE)
     names = [slot.host for slot in found]
     nic, _ = choose_interface(names, options.nic)
@@ -66,6 +68,7 @@ def main(arguments: list[str]) -> int:
     if found[0].slots > 1 and "OMP_NUM_THREADS" not in os.environ:  # mpirun counts one process on each host
         variables["OMP_NUM_THREADS"] = str(cgroup.threads(cgroup.host_cores(), found[0].slots))
     words = ["mpirun", "-H", hosts.as_argument([Slots(host=name, slots=1) for name in names])]
+    words += ["--grace", options.grace]
     words += ["--nic", nic] if nic else []
     words += [word for name, value in variables.items() for word in ("-x", f"{name}={value}")]
     words += ["--dry-run"] if options.dry_run else []

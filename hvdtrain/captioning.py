@@ -169,9 +169,10 @@ def main(stop: lifecycle.StopSignal) -> int:
     model = models.maker(
         "captioner.Captioner", spec, config, job.data.in_framework.scope, label_smoothing=config.label_smoothing
     )
-    job = job.staged(model)
+    initial = functools.partial(captioner.initial_state, spec, config.seed)
+    job = job.staged(model, initial)
     network = model(job.part)
-    replica = job.replica(network, captioner.initial_state(spec, config.seed, job.part))
+    replica = job.replica(network, initial(job.part))
     writer = network if job.part is None else model(None)
 
     def judge(split: CaptionSplit) -> dict[str, float]:

@@ -13,6 +13,7 @@ Without --data it trains on handwritten digits that come with hvdtrain. `hvdtrai
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 
 from hvdtrain import data, models
@@ -129,10 +130,11 @@ def main(stop: lifecycle.StopSignal) -> int:
     model = models.maker(
         "resnet.ResNet", spec, config, job.data.in_framework.scope, label_smoothing=config.label_smoothing
     )
-    job = job.staged(model)
+    initial = functools.partial(resnet.initial_state, spec, config.seed)
+    job = job.staged(model, initial)
     if job.part and job.part.start:
         job = job.over(dataset.labels_only())
-    replica = job.replica(model(job.part), resnet.initial_state(spec, config.seed, job.part))
+    replica = job.replica(model(job.part), initial(job.part))
 
     return job.train(replica, stop, precise_bn=config.precise_bn)
 

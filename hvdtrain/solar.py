@@ -13,6 +13,7 @@ solar` prepares days of NREL's Oahu grid. docs/workloads/solar.md defines good r
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Mapping
@@ -165,8 +166,9 @@ def main(stop: lifecycle.StopSignal) -> int:
 
     name, options = network(spec)
     model = models.maker(name, spec, config, job.data.in_framework.scope, **options)
-    job = job.staged(model)
-    replica = job.replica(model(job.part), numbers.initial_state(spec, config.seed, job.part))
+    initial = functools.partial(numbers.initial_state, spec, config.seed)
+    job = job.staged(model, initial)
+    replica = job.replica(model(job.part), initial(job.part))
 
     return job.train(replica, stop)
 

@@ -12,6 +12,7 @@ Without --data it trains on the breast-cancer data that comes with hvdtrain.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 
 from hvdtrain import models
@@ -100,8 +101,9 @@ def main(stop: lifecycle.StopSignal) -> int:
         return exits.OK
     loss = {"loss": "cross_entropy", "label_smoothing": config.label_smoothing}
     model = models.maker("mlp.MLP", spec, config, job.data.in_framework.scope, **loss)
-    job = job.staged(model)
-    replica = job.replica(model(job.part), mlp.initial_state(spec, config.seed, job.part))
+    initial = functools.partial(mlp.initial_state, spec, config.seed)
+    job = job.staged(model, initial)
+    replica = job.replica(model(job.part), initial(job.part))
     return job.train(replica, stop, documents={tabular.COLUMNS_FILE: columns.as_json()})
 
 

@@ -21,10 +21,9 @@ from runs import make, read_run
 from thread_ranks import at_once, meetings, reach
 
 from hvdtrain import cli, strategies
-from hvdtrain.comm.backends.base import Communicator, RankGroup
+from hvdtrain.comm.backends.base import RankGroup
 from hvdtrain.comm.world import connect
 from hvdtrain.config.options import TrainConfig
-from hvdtrain.data import Batch
 from hvdtrain.models.resnet import ResNetSpec, parameters
 from hvdtrain.plan import choice, coding, command, learning, pilot, prediction, profile
 from hvdtrain.plan.network import Link, Uplink, measured
@@ -393,35 +392,21 @@ def test_mistakes_are_one_line(line: str, code: int, words: str) -> None:
     fails(lambda: cli.command(["plan", *shlex.split(line)]), code, words)
 
 
-class Noisy:
-    """A replica whose gradients are a known vector and noise of a known variance."""
-
-    def __init__(self, mean: np.ndarray, deviation: float, seed: int) -> None:
-        self._mean, self._deviation, self._random = mean, deviation, np.random.default_rng(seed)
-
-    def backward(self, batch: Batch, lr: float, stop: bool) -> None:
-        noise = self._random.standard_normal(len(self._mean)) * self._deviation / batch.weight**0.5
-        self._gradient = (self._mean + noise).astype(np.float32)
-
-    def synchronize(self) -> None: ...
-
-    def vector(self) -> np.ndarray:
-        return self._gradient
-
-    def apply(self, lr: float) -> None: ...
+def losses(batch: int, scale: float, samples: int, seed: int) -> list[tuple[int, float]]:
+    """Losses of a model whose batches of `scale` samples need twice the samples of tiny ones."""
+    random = np.random.default_rng(seed)
+    done = batch * np.arange(samples // batch) / (1 + batch / scale)
+    noise = 1 + 0.3 * random.standard_normal(len(done)) / batch**0.5
+    return [(batch, each) for each in (2 * np.exp(-done / 4000) + 0.2) * noise]
 
 
-@pytest.mark.parametrize("batch", [8, 64])
-def test_the_noise_scale_of_known_gradients_is_in_its_interval(batch: int) -> None:
-    size, deviation, inside = 1000, 0.1, 0
-    mean = np.full(size, 0.01)
-    truth = size * deviation**2 / float(mean @ mean)
-    batches = itertools.repeat(Batch(arrays=(), weight=batch, total_weight=batch))
+@pytest.mark.parametrize("scale", [10.0, 100.0, 1e6])
+def test_a_pilot_finds_the_noise_scale_of_known_losses(scale: float) -> None:
     for seed in range(20):
-        probe = profile.Probe(Communicator(), [(size,)], TrainConfig(), None, None)
-        least, most = pilot.noise_scale(Noisy(mean, deviation, seed), probe, batches, batch, lambda _: 0.0, 0.0)
-        inside += least <= truth <= (math.inf if most is None else most)
-    assert inside >= 16, "95 % intervals"
+        least, most = pilot.noise_scale(losses(16, scale, 8000, seed), losses(64, scale, 12000, seed + 100))
+        assert least <= scale <= (math.inf if most is None else most), seed
+        assert least > scale / 4 or scale != 100
+    assert pilot.noise_scale(losses(16, 1.0, 80, 0), losses(64, 1.0, 120, 1)) == (1.0, None), "too little was learned"
 
 
 def test_a_larger_batch_needs_more_epochs() -> None:

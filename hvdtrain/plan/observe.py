@@ -78,7 +78,7 @@ class Profiler(profiled.Observer):
         self._options, self._counts, self._names, self._answer = options, counts, names, answer
         self._is_script = is_script(options.workload)
 
-    def modelled(self, job: Job, model: profiled.Maker) -> None:
+    def modelled(self, job: Job, model: profiled.Maker, initial: profiled.Maker) -> None:
         ranks = self._options.ranks_per_host
         config, key = self._with_batch(job.run.config), profiled.key(job)
         batches = [global_batch(config, count * ranks) // (count * ranks) for count in {1, *self._counts}]
@@ -92,9 +92,14 @@ class Profiler(profiled.Observer):
         elif missing := [name for name in self._names if name not in kept.coding_s]:
             kept = profile.with_coding(kept, coding.measure(missing, kept.shapes, profile.CODING_S, job.threads))
             self._keep(kept, key)
-        if kept.noise_scale is None and global_batch(config, 1) != global_batch(config, 2):
-            print(f"training for {pilot.PILOT_S:.0f} s to see what a larger batch costs", file=sys.stderr, flush=True)
-            kept = msgspec.structs.replace(kept, noise_scale=profiled.noise_scale(job, model))
+        learning = msgspec.to_builtins(profiled.pilot_key(job))
+        if kept.pilot != learning and global_batch(config, 1) != global_batch(config, 2):
+            print(
+                f"training for at most {3 * pilot.PILOT_S:.0f} s to see what a larger batch costs",
+                file=sys.stderr,
+                flush=True,
+            )
+            kept = msgspec.structs.replace(kept, noise_scale=profiled.noise_scale(job, model, initial), pilot=learning)
             self._keep(kept, key)
         self._end(kept, self._with_batch(job.workload.config))
         raise profiled.Done

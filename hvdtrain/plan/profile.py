@@ -109,6 +109,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     noise_scale: tuple[Scale, Scale | None] | None = None
     """Samples per step that need twice the epochs of a tiny batch: least and most of an interval, which may have no
     upper end. None if it was not measured"""
+    pilot: dict[str, Any] = {}
+    """Batches and settings with which it was measured"""
     peak_rss_bytes: int = 0
     from_run: bool = False
     """Whether the computation was not profiled, but recorded during a run"""

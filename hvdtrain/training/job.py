@@ -75,15 +75,16 @@ class Job:
         workload = dataclasses.replace(self.workload, data=data)
         return dataclasses.replace(self, workload=workload, loader=self.loader.over(dataset.train))
 
-    def staged(self, model: Callable[[range | None], Any]) -> Job:
-        """Return this job with the stage of this rank; `model` makes these layers, or all for None. Collective.
+    def staged(self, model: Callable[[range | None], Any], initial: Callable[[range | None], Arrays]) -> Job:
+        """Return this job with the stage of this rank. Collective.
 
+        `model` makes these layers, or all for None, and `initial` their first state (see `replica`).
         Without --cut-at every rank times each layer, forward and backward. With --strategy auto, and one stage, every
         rank profiles the model, and the job has the chosen strategy. Raises Failure (69, 78).
         """
         config, plan, stage = self.run.config, self.run.plan, self.stages.stage
         if config.stages == 1:
-            return profiled.with_strategy(self, model)
+            return profiled.with_strategy(self, model, initial)
         earlier = resume.kept(config)
         same = earlier is not None and earlier.plan.get("stages", 1) == config.stages
         kept = self.ranks.gather(tuple(earlier.plan.get("cut", ())) if earlier and same else ())[0]

@@ -185,7 +185,7 @@ def _trained(job: Job, adapted: Any, stop: lifecycle.StopSignal) -> records.Summ
     run = dataclasses.replace(job.run, model={**job.run.model, "constants": constants_digest})
     job = dataclasses.replace(job, run=run)
     state = job.ranks.agreed({name: array.copy() for name, array in adapted.arrays().items()})
-    job = job.staged(lambda part: adapted if part is None else adapted.part(part))
+    job = job.staged(lambda part: adapted if part is None else adapted.part(part), lambda _: state)
     adapted.release()  # measurements change statistics, and where weights are
     part = adapted.part(job.part) if job.part else adapted
     replica = job.replica(part, {name: state[name] for name in part.arrays()})

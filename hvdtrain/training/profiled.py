@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hvdtrain.comm.world import alone
+from hvdtrain.config import batch_plan
+from hvdtrain.config.batch_plan import BatchPlan
 from hvdtrain.data import Batch
 from hvdtrain.data.loader import Loader
 from hvdtrain.plan import choice, coding, pilot, profile
@@ -44,7 +46,7 @@ class Observer:
     In a script with a drop-in module, `stepped` is called after each step of its optimizer.
     """
 
-    def modelled(self, job: Job, model: Maker) -> None: ...
+    def modelled(self, job: Job, model: Maker, initial: Maker) -> None: ...
 
     def stepped(self, script: Script) -> None: ...
 
@@ -145,16 +147,32 @@ def measured(
     )
 
 
-def noise_scale(job: Job, model: Maker) -> tuple[float, float | None]:
-    """Train a fresh model on this rank for some seconds, and return `Profile.noise_scale`."""
-    plan = job.run.plan
-    replica, probe = _replica(job, model)
-    endless = itertools.chain.from_iterable(_batches(job, plan.global_batch, epoch) for epoch in itertools.count())
+def pilot_key(job: Job) -> dict[str, Any]:
+    """Return what a pilot's result depends on besides the times."""
+    config, small = job.run.config, job.run.plan.global_batch
+    names = ("lr", "lr_scaling", "warmup_epochs", "schedule", "epochs", "momentum", "nesterov", "weight_decay")
+    return {"batches": [small, pilot.LARGER * small], **{name: getattr(config, name) for name in names}}
 
-    def learning_rate(step: int) -> float:
-        return plan.learning_rate(min(step, plan.steps - 1))
 
-    return pilot.noise_scale(replica, probe, endless, plan.global_batch, learning_rate, pilot.PILOT_S)
+def noise_scale(job: Job, model: Maker, initial: Maker) -> tuple[float, float | None]:
+    """Train twice from the job's first state on this rank, for some seconds, and return `Profile.noise_scale`."""
+    config, branches = job.run.config, list[pilot.Losses]()
+    for size in pilot_key(job)["batches"]:
+        replica, probe = _replica(job, model)
+        state = initial(None)
+        local = {name: state[name] for name in state.keys() & replica.local_state().keys()}
+        replica.load({f"parameter.{name}": array for name, array in state.items() if name not in local})
+        replica.load_local(local)
+        endless = itertools.chain.from_iterable(_batches(job, size, epoch) for epoch in itertools.count())
+        samples = config.epoch_samples or len(job.dataset.train)
+        plan = batch_plan.batch_plan(config, 1, size, -(-samples // size))
+
+        def learning_rate(step: int, plan: BatchPlan = plan) -> float:
+            return plan.learning_rate(min(step, plan.steps - 1))
+
+        seconds = pilot.PILOT_S * (1 + len(branches))
+        branches.append(pilot.branch(replica, probe, endless, size, learning_rate, seconds, *branches))
+    return pilot.noise_scale(*branches)
 
 
 def candidates(job: Job, rule: automatic.Rule) -> list[Exchange]:
@@ -163,10 +181,13 @@ def candidates(job: Job, rule: automatic.Rule) -> list[Exchange]:
     return [each for each in choice.candidates(rule, config) if not elastic.obstacle(launcher, each, config)]
 
 
-def with_strategy(job: Job, model: Maker) -> Job:
-    """Return the job with the strategy that `--strategy auto` chooses; otherwise the job itself. Collective."""
+def with_strategy(job: Job, model: Maker, initial: Maker) -> Job:
+    """Return the job with the strategy that `--strategy auto` chooses; otherwise the job itself. Collective.
+
+    `model` and `initial`: see `Job.staged`.
+    """
     if observer := _observer.get():
-        observer.modelled(job, model)
+        observer.modelled(job, model, initial)
     config = job.run.config
     rule = automatic.rule(config.strategy)
     if rule is None:

@@ -131,7 +131,7 @@ def test_of_two_ranks_that_differ_the_second_is_named() -> None:
 def test_a_disturbed_rank_stops_the_run_and_is_named(
     framework: str, ranks: int, launcher: str, flags: str, disturbed_before: int, steps: int, tmp_path: Path
 ) -> None:
-    program = [str(PROGRAMS / "strategy_disturbed.py"), framework, "changed", "1", str(disturbed_before)]
+    program = [str(PROGRAMS / "strategy_disturbed.py"), framework, "1", str(disturbed_before)]
     done = launch(ranks, [*program, *CALM, *flags.split(), "--run-dir", str(tmp_path)], launcher)
     assert done.returncode == 1, done.stderr
     said = [line for line in done.stderr.splitlines() if "hvdtrain: " in line]

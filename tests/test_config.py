@@ -103,7 +103,7 @@ def test_flags_cannot_be_abbreviated() -> None:
 
 
 def test_only_misspelled_variables_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = ("RECORD", "MPI", "LAUNCHED_WITH", "SURVIVE_FD", "THREADS_BY_LAUNCHER", "POWERCAP", "LAYERS", "EPOCHS")
+    others = ("RECORD", "MPI", "LAUNCHED_WITH", "THREADS_BY_LAUNCHER", "POWERCAP", "LAYERS", "EPOCHS")
     options = [field.name.upper() for cls in CONFIGS for field in dataclasses.fields(cls)]
     for name in ("EPOCH", "BATCHSIZE", *others, *options):
         monkeypatch.setenv(f"HVDTRAIN_{name}", "3")

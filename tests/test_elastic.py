@@ -270,7 +270,7 @@ def test_what_cannot_continue_is_refused(flags: list[str], said: str) -> None:
 
 def test_other_options_of_the_launcher_are_refused(tmp_path: Path) -> None:
     least = (["--min-hosts", "0"], ["--min-hosts", "3"], ["--max-hosts", "2"])
-    for launcher in (["--logs", str(tmp_path)], ["--survive"], ["--slowest", "1"], *least):
+    for launcher in (["--logs", str(tmp_path)], ["--slowest", "1"], *least):
         done = on_one_machine(2, "-c", "", launcher=launcher)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
 

@@ -480,10 +480,11 @@ def test_a_signal_to_mpirun_stops_a_run_and_it_resumes(tmp_path: Path) -> None:
     assert summary["steps"] == 8 * epochs
 
 
+@pytest.mark.parametrize("strategy", ["bf16", "async-ps:servers=1", "async-ps:servers=2"])
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
-    """It dies during an exchange: it is stopped first, so that the other rank waits for it."""
-    words = ["-m", "hvdtrain.resnet", *CALM, "--epochs", "10000", "--checkpoint-epochs", "0", "--strategy", "bf16"]
+def test_a_killed_rank_ends_the_job(strategy: str, tmp_path: Path) -> None:
+    """It dies during an exchange: it is stopped first, so that the other rank waits for it. It may be a server."""
+    words = ["-m", "hvdtrain.resnet", *CALM, "--epochs", "10000", "--checkpoint-epochs", "0", "--strategy", strategy]
     with contextlib.closing(Job(command(2, [*words, "--run-dir", str(tmp_path / "job")]), tmp_path / "job")) as job:
         records = job.folder / "metrics" / "rank0001.jsonl"
         until(lambda: job.process.poll() is not None or (records.exists() and len(records.read_bytes())))
@@ -496,6 +497,7 @@ def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
         assert job.end() == 137
         (line,) = (line for line in job.output().splitlines() if "hvdtrain: " in line)
         assert "rank 1" in line and "died unexpectedly" in line
+        assert not (job.folder / "COMPLETE").exists()
 
 
 def number(pid: int) -> int:

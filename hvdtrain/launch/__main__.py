@@ -37,7 +37,6 @@ from hvdtrain.system.redaction import is_secret, redacted, without_secrets
 
 HOROVODRUNS = {"pml", "btl_tcp_if_include"}
 """Parameters of Open MPI that horovodrun sets itself."""
-SURVIVE = ("python3", "-P", "-m", "hvdtrain.launch.survive")
 SLEEPER = Path(sys.prefix, "lib", "sleep_when_idle.so")
 EXAMPLES = """examples:
   {program} -np 2 python -m hvdtrain.resnet        on this machine
@@ -114,7 +113,6 @@ def parser(launcher: str, program: str | None = None) -> Parser:
         add("--max-hosts", type=int, metavar="N", help="with --elastic --hostfile: use at most N hosts of the file")
         add("--no-return", action="store_true", help="with --elastic: do not start lost hosts again")
         add("--slowest", type=float, metavar="X", help="with --elastic: drop a host X times as slow as the others")
-    add("--survive", action="store_true", help="keep running if a rank dies that the strategy can do without")
     add(
         "--logs",
         type=Path,
@@ -218,7 +216,7 @@ def check_elastic(options: argparse.Namespace) -> None:
         raise Failure(f"--slowest {slowest:g}; hint: give more than 1, together with --elastic", exits.USAGE)
     if not is_elastic:
         return
-    for name in ("logs", "survive", "mca"):
+    for name in ("logs", "mca"):
         if getattr(options, name):
             message = f"--{name} cannot be combined with --elastic, which starts the ranks without mpirun"
             raise Failure(f"{message}; hint: leave --{name} out", exits.USAGE)
@@ -270,7 +268,7 @@ def make_plan(launcher: str, options: argparse.Namespace, environment: Mapping[s
         interface=interface,
         settings=settings,
         passed=passed,
-        command=[*SURVIVE, *options.command] if options.survive else options.command,
+        command=options.command,
         logs=options.logs,
         mpi=mpi,
     )
@@ -309,7 +307,6 @@ def typed(plan: Plan, options: argparse.Namespace) -> str:
         words += ["-H", hosts.as_argument(plan.hosts)]
     elif options.np:
         words += ["-np", str(plan.ranks)]
-    words += ["--survive"] if options.survive else []
     if getattr(options, "elastic", False):
         words += ["--elastic", *(["--min-hosts", str(options.min_hosts)] if options.min_hosts else [])]
         words += ["--max-hosts", str(options.max_hosts)] if options.max_hosts else []

@@ -213,7 +213,7 @@ class Summary(_Record, frozen=True, kw_only=True):
     strategy: str
     """The one that ran last"""
     ranks: Count
-    """Alive at the end: fewer than in the manifest only if the strategy tolerates the death of a rank"""
+    """At the end. In an elastic job the manifest may have another number"""
     hosts: Count
     parameters: Count
     global_batch: Count | None

@@ -154,10 +154,6 @@ class Sentinel:
         """This rank is about to end with an error, which it has printed."""
         self._report(RankReport.FAILED)
 
-    def may_die(self) -> None:
-        """The job continues without this rank, however it ends, unless it reports a failure."""
-        self._report(RankReport.MAY_DIE)
-
     def _report(self, report: int) -> None:
         for _ in range(3):  # UDP may lose one
             self._send_report(bytes([report]))

@@ -56,8 +56,6 @@ class RankReport:
     """It ends without an error. Later messages from its port do not count, since others may bind the port"""
     FAILED = 70
     """It ends with an error, which it has printed"""
-    MAY_DIE = 77
-    """The job continues without it, however it ends"""
 
 
 class Rank:

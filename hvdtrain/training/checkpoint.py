@@ -119,7 +119,7 @@ class Checkpoints:
             raise Failure(f"{keep} checkpoints to keep; hint: keep 1 or more", BAD_CONFIG)
         self._folder, self._group, self._keep = folder, group, keep
         self._report: Callable[[str], None] = lambda line: report(printable(line)) if group.rank == 0 else None
-        self._own, self._ranks = _own(group.rank), group.size  # a group may lose ranks later
+        self._own, self._ranks = _own(group.rank), group.size
         self._layout, self._cut = list(layout) or [0] * group.size, list(cut)
         self._stages = list(stages) if cut else []
         self._shared = f"stage{self._stages[group.rank]}.safetensors" if cut else SHARED
@@ -267,20 +267,18 @@ class Checkpoints:
         """Load this rank's part of a checkpoint, or return why it is invalid."""
         try:
             folder, manifest = self._folder / name, self._manifest(name, step)
-            known, own = manifest["files"], self._own
+            known = manifest["files"]
             saved = (manifest["ranks"], manifest.get("layout", self._layout), manifest.get("stages", []))
             recut, stage = manifest.get("cut", []) != self._cut, self._stages[self._group.rank] if self._cut else 0
-            names = sorted(file for file in known if not COMMON.fullmatch(file))  # some ranks may have died
+            names = sorted(file for file in known if not COMMON.fullmatch(file))
             others: list[Arrays] = []
             if recut or saved != (self._ranks, self._layout, self._stages):
                 whole = recut or not self._cut
                 stages = dict(zip(map(_own, itertools.count()), saved[2], strict=False))
                 others = [read(folder / file, known[file]) for file in names if whole or stages[file] == stage]
-            elif own not in known:  # this rank had died while others continued: start as one of them
-                own = min((file for file in names if (folder / file).exists()), default=own)
             shared = common(folder, manifest, None if recut else [self._shared])
-            same = not recut and (not others or (own in known and saved[::2] == (self._ranks, self._stages)))
-            local = read(folder / own, known[own]) if same else {}
+            same = not recut and saved[::2] == (self._ranks, self._stages)
+            local = read(folder / self._own, known[self._own]) if same else {}
             progress = manifest["progress"]
             return Loaded(step=step, shared=shared, local=local, progress=progress, others=others, recut=recut), None
         except Exception as error:  # any error, because the other ranks wait in the gather

@@ -1,7 +1,6 @@
-"""`hvdtrain.resnet`, but a number of one weight changes on one rank, as faulty memory would do, or the rank is killed.
-For test_agreement.py and test_async_ps.py.
+"""`hvdtrain.resnet`, but a number of one weight changes on one rank, as faulty memory would do. For test_agreement.py.
 
-    strategy_disturbed.py torch|tensorflow changed|killed RANK STEP FLAGS...
+    strategy_disturbed.py torch|tensorflow RANK STEP FLAGS...
 
 It happens just before step STEP, counted from 0.
 """
@@ -9,8 +8,6 @@ It happens just before step STEP, counted from 0.
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 import sys
 from typing import Any
 
@@ -22,7 +19,7 @@ TENSOR = "layer2.0.conv1.weight"
 
 
 def main(stop: lifecycle.StopSignal) -> int:
-    framework, how, rank, step = *sys.argv[1:3], int(sys.argv[3]), int(sys.argv[4])
+    framework, rank, step = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     if framework == "torch":
         from hvdtrain.frameworks.pytorch import TorchReplica as Replica
     else:
@@ -31,15 +28,13 @@ def main(stop: lifecycle.StopSignal) -> int:
 
     def disturbed(self: Any, *arguments: Any, **named: Any) -> None:
         if next(numbers) == step and launch_env().rank == rank:
-            if how == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
             state = {name: array.copy() for name, array in self.state().items()}
             state[f"parameter.{TENSOR}"].flat[7] += 0.001
             self.load(state)
         backward(self, *arguments, **named)
 
     Replica.backward = disturbed
-    sys.argv = ["resnet", "--framework", framework, *sys.argv[5:]]
+    sys.argv = ["resnet", "--framework", framework, *sys.argv[4:]]
     return resnet.main(stop)
 
 

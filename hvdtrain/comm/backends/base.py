@@ -128,7 +128,7 @@ class VectorReducer(Protocol):
 class Communicator:
     """The ranks of a job as one rank sees them. The base class is a single process, which sends nothing.
 
-    `rank` and `size` count the ranks alive in the last collective; only with parameter servers may ranks die.
+    `rank` and `size` change only in an elastic job, with its members.
     """
 
     rank = local_rank = 0

@@ -16,8 +16,7 @@ other workers have pushed, so its gradient is late by that number of updates, ab
 momentum", 2016), so --momentum may have to be lower.
 
 All ranks wait for the slowest in the first step, before an evaluation or a checkpoint, and when asked to stop. Then
-they take the same weights. If a rank without a part dies and the launcher keeps the others running (launch/mpirun.sh
---survive), training continues without it and without its remaining samples.
+they take the same weights.
 
 Dean et al., "Large scale distributed deep networks", 2012.
 """
@@ -73,8 +72,7 @@ class AsyncPS(Strategy):
             self._server = Server(part, config)
             return self._server
 
-        if not self._servers.serve(settings.servers, elements(shapes), serve):
-            self._servers.may_die()
+        self._servers.serve(settings.servers, elements(shapes), serve)
         self._weights = np.empty(elements(shapes), np.float32)
         self._steps, self._drifted = 0, 0
         self._tail, self._sent = np.zeros(1), 0

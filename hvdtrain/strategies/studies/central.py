@@ -66,7 +66,7 @@ class Central(Strategy):
             self._begin(vector)
         with clock.span("communication"):
             if self._centre:
-                for gradients in list(self._centre.gathered(vector).values())[1:]:
+                for gradients in self._centre.gathered(vector)[1:]:
                     vector += gradients
             else:
                 self._servers.ask(np.zeros(NUMBERS), vector, self._answer)

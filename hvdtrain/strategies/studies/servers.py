@@ -5,16 +5,12 @@ thread per stream, which reads a request, lets the store answer it, and sends th
 store. A rank asks all servers at once; the one in its own process answers through a call.
 
 Small collectives pass through the threads of rank 0, as a star: rank 0 combines the values of all ranks and sends them
-the result. A rank whose stream ends is left out from then on: `size` counts the ranks of the last collective, and
-`rank` is this rank's position among them. Other ranks notice only the loss of a server, and rank 0 is one.
-
-MPI is shut down once the ranks are connected, so no rank waits in it for a rank that has died.
+the result.
 """
 
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +22,6 @@ from hvdtrain.comm import world
 from hvdtrain.comm.backends.base import Communicator, Endpoint, Rendezvous
 from hvdtrain.comm.errors import PeerLost
 from hvdtrain.comm.stream import PATIENCE_S, Stream, exchange_ports, listen, open_streams, swap
-from hvdtrain.launch import survive
 from hvdtrain.sentinel.auth import Party
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -53,9 +48,10 @@ class Star:
 
     def __init__(self, ranks: int) -> None:
         self._changed = threading.Condition()
-        self._living = set(range(1, ranks))
+        self._others = ranks - 1
         self._given: dict[int, np.ndarray] = {}
         self._answer, self._rounds = np.empty(0, np.uint8), 0
+        self._lost: PeerLost | None = None
 
     def give(self, rank: int, part: np.ndarray) -> np.ndarray:
         """Add the part of rank `rank` and return the answer to all. Called in the rank's thread."""
@@ -65,24 +61,25 @@ class Star:
             self._changed.wait_for(lambda: self._rounds > before)
             return self._answer
 
-    def gathered(self, own: np.ndarray) -> dict[int, np.ndarray]:
-        """Wait for the parts of all living ranks; return them in rank order. Called in rank 0's main thread."""
+    def gathered(self, own: np.ndarray) -> list[np.ndarray]:
+        """Wait for all parts; return them in rank order. Called in rank 0's main thread. Raises PeerLost."""
         with self._changed:
-            self._changed.wait_for(lambda: self._living <= set(self._given))
+            self._changed.wait_for(lambda: self._lost or len(self._given) == self._others)
+            if self._lost and len(self._given) < self._others:
+                raise self._lost
             given, self._given = self._given, {}
-            return {0: own, **{rank: given[rank] for rank in sorted(self._living)}}
+            return [own, *(given[rank] for rank in sorted(given))]
 
     def answer_all(self, answer: np.ndarray) -> None:
         with self._changed:
             self._answer, self._rounds = answer, self._rounds + 1
             self._changed.notify_all()
 
-    def remove(self, rank: int) -> int:
-        """Continue without this rank; return the number of ranks left."""
+    def lose(self, error: PeerLost) -> None:
+        """A rank is gone, so rank 0 must not wait for its part. Called in the rank's thread."""
         with self._changed:
-            self._living.discard(rank)
+            self._lost = error
             self._changed.notify_all()
-            return len(self._living) + 1
 
 
 class ServerCommunicator(Communicator):
@@ -98,11 +95,7 @@ class ServerCommunicator(Communicator):
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.local_rank, self.local_size = rendezvous.local_rank, rendezvous.local_size
         self._me = Party(rendezvous.job_key, b"servers", rendezvous.rank)
-        self._number, self._endpoint = rendezvous.rank, endpoint
-        """This rank's number at the start, however many ranks are left"""
-        self._counting = threading.Lock()
-        self._ranks = range(rendezvous.size)
-        self._shutting_down = False
+        self._endpoint, self._counting = endpoint, threading.Lock()
         self._streams: dict[int, Stream] = {}
         """Streams to rank 0 and the servers"""
         self._threads: list[threading.Thread] = []
@@ -112,14 +105,13 @@ class ServerCommunicator(Communicator):
         self._asking = ThreadPoolExecutor(1)
         self._servers, self._parts = [0], [slice(0, 0)]
         self._hosts = self._connect(rendezvous.gather_bytes, [0])
-        rendezvous.shutdown()
 
     def _connect(self, gather_bytes: Callable[[bytes], Iterable[bytes]], servers: list[int]) -> list[tuple[str, str]]:
         """Connect all ranks to these servers; return each rank's machine. Collective."""
-        listener = listen(self._endpoint) if self._number in servers else None
+        listener = listen(self._endpoint) if self.rank in servers else None
         ranks = exchange_ports(gather_bytes, self._endpoint, listener)
-        targets = [server for server in servers if server != self._number]
-        expected = set(self._ranks) - {self._number} if listener else set[int]()
+        targets = [server for server in servers if server != self.rank]
+        expected = set(range(self.size)) - {self.rank} if listener else set[int]()
         connected, accepted = open_streams(ranks, self._me, targets, listener, expected)
         if listener:
             listener.close()
@@ -133,70 +125,58 @@ class ServerCommunicator(Communicator):
 
     # --- parameters ------------------------------------------------------------------------------------------------
 
-    def serve(self, parts: int, size: int, make: Callable[[slice], Store]) -> bool:
+    def serve(self, parts: int, size: int, make: Callable[[slice], Store]) -> None:
         """Divide `size` numbers into parts (0: one per host); `make` creates each part's store. Collective.
 
-        The first ranks of the hosts become servers, then the second ranks, and so on. Returns whether this rank is one.
-        Raises Failure (78) if there are fewer ranks than parts.
+        The first ranks of the hosts become servers, then the second ranks, and so on. Raises Failure (78) if there are
+        fewer ranks than parts.
         """
         before = [self._hosts[:rank].count(host) for rank, host in enumerate(self._hosts)]
-        order = sorted(self._ranks, key=lambda rank: (before[rank], rank))
+        order = sorted(range(self.size), key=lambda rank: (before[rank], rank))
         count = parts or before.count(0)
-        if count > len(order):
-            problem = f"{count} servers, but there are {len(order)} ranks; hint: use at most {len(order)} servers"
+        if count > self.size:
+            problem = f"{count} servers, but there are {self.size} ranks; hint: use at most {self.size} servers"
             raise Failure(problem, exits.BAD_CONFIG)
         self._servers = order[:count]
         borders = [size * part // count for part in range(count + 1)]
         self._parts = [slice(begin, end) for begin, end in itertools.pairwise(borders)]
-        is_server = self._number in self._servers
-        if is_server:
-            self._store = make(self._parts[self._servers.index(self._number)])
+        if self.rank in self._servers:
+            self._store = make(self._parts[self._servers.index(self.rank)])
         self._connect(self.gather_bytes, self._servers[1:])  # from then on all ranks may ask
         self._asking = ThreadPoolExecutor(max(1, count), thread_name_prefix="hvdtrain-ask")
-        return is_server
-
-    def may_die(self) -> None:
-        """Declare that the job continues if this rank dies."""
-        survive.may_die()
-        if self._sentinel:
-            self._sentinel.may_die()
 
     def ask(self, numbers: np.ndarray, gradients: np.ndarray | None, weights: np.ndarray) -> np.ndarray:
         """Send each server its part of the gradients, if any, and fill in the weights that it answers with.
 
         Gradients and weights are one-dimensional float32 arrays of the size of the parameters. `numbers`, (NUMBERS,)
-        float64, are sent to all servers. Returns the numbers of the answers, (parts, NUMBERS). Raises PeerLost if a
-        server is gone.
+        float64, are sent to all servers. Returns the numbers of the answers, (parts, NUMBERS). Raises PeerLost.
         """
         own, pending = None, {}
         for part, server in zip(self._parts, self._servers, strict=True):
             gradients_of_part = None if gradients is None else gradients[part]
-            if server == self._number:
+            if server == self.rank:
                 own = gradients_of_part, weights[part]
             else:
                 pending[server] = self._asking.submit(self._ask, server, numbers, gradients_of_part, weights[part])
         answers = {}
         if own is not None:
             assert self._store is not None
-            answers[self._number] = self._store.answer(self._number, numbers, *own)
+            answers[self.rank] = self._store.answer(self.rank, numbers, *own)
         answers |= {server: answer.result() for server, answer in pending.items()}
         return np.stack([answers[server] for server in self._servers])
 
     def _ask(self, server: int, numbers: np.ndarray, gradients: np.ndarray | None, weights: np.ndarray) -> np.ndarray:
         stream = self._streams[server]
-        try:
-            swap(stream, _request(PULL if gradients is None else PUSH, numbers.view(np.uint8)), None)
-            if gradients is not None:
-                swap(stream, gradients, None)
-                self._count(stream, gradients.nbytes)
-            answer = swap(None, None, stream, np.empty(NUMBERS))
-            swap(None, None, stream, weights)
-            return answer
-        except PeerLost as error:
-            raise self._lost(server, error) from error
+        swap(stream, _request(PULL if gradients is None else PUSH, numbers.view(np.uint8)), None)
+        if gradients is not None:
+            swap(stream, gradients, None)
+            self._count(stream, gradients.nbytes)
+        answer = swap(None, None, stream, np.empty(NUMBERS))
+        swap(None, None, stream, weights)
+        return answer
 
     def _serve_rank(self, stream: Stream) -> None:
-        """The thread for one rank: answers its requests until it shuts down or dies."""
+        """The thread for one rank: answers its requests until its stream ends."""
         scratch: list[np.ndarray] = []
         try:
             while True:
@@ -207,13 +187,10 @@ class ServerCommunicator(Communicator):
                     swap(stream, self._star.give(stream.rank, content), None)
                 else:
                     self._answer(stream, np.frombuffer(content.tobytes()), kind == PUSH, scratch)
-        except PeerLost:
-            if self._star is not None:
-                left = self._star.remove(stream.rank)
-                if not self._shutting_down and stream.rank not in self._servers:
-                    rest = f"{left} ranks continue" if left > 1 else "1 rank continues"
-                    lost = f"rank {stream.rank} on {self._hosts[stream.rank][0]} is gone"
-                    print(f"hvdtrain: {lost}; {rest}", file=sys.stderr, flush=True)
+        except PeerLost as error:
+            for star in (self._star, self._store):
+                if isinstance(star, Star):
+                    star.lose(error)
         finally:  # after any error: the rank must not wait for an answer
             stream.socket.close()
 
@@ -221,7 +198,7 @@ class ServerCommunicator(Communicator):
         """`scratch` holds the buffers for gradients and weights, reused for all requests of a rank."""
         assert self._store is not None
         if not scratch:
-            part = self._parts[self._servers.index(self._number)]
+            part = self._parts[self._servers.index(self.rank)]
             scratch += [np.empty(part.stop - part.start, np.float32) for _ in range(2)]
         gradients, weights = scratch
         if pushed:
@@ -237,19 +214,13 @@ class ServerCommunicator(Communicator):
             else:
                 self.sent_bytes += sent_bytes
 
-    def _lost(self, server: int, error: Exception) -> PeerLost:
-        part = f"part {self._servers.index(server) + 1} of {len(self._servers)} of the parameters"
-        return PeerLost(f"rank {server} on {self._hosts[server][0]}, which holds {part}, is gone ({error})")
-
     def count_remote(self, ranks: Iterable[int]) -> int:
         """How many of these ranks are on other hosts."""
-        return sum(self._hosts[rank] != self._hosts[self._number] for rank in ranks)
+        return sum(self._hosts[rank] != self._hosts[self.rank] for rank in ranks)
 
     # --- small arrays in host memory -------------------------------------------------------------------------------
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
-        """Return the bytes of every living rank, in rank order."""
-
         def join(parts: Sequence[np.ndarray]) -> np.ndarray:
             return np.concatenate([np.array([part.size for part in parts]).view(np.uint8), *parts])
 
@@ -258,7 +229,7 @@ class ServerCommunicator(Communicator):
         return [part.tobytes() for part in np.split(whole[8 * self.size :], np.cumsum(lengths)[:-1])]
 
     def sum(self, values: np.ndarray, name: str) -> np.ndarray:
-        """Return the elementwise sum over the living ranks, added in rank order."""
+        """Return the elementwise sum over ranks, added in rank order."""
 
         def add(parts: Sequence[np.ndarray]) -> np.ndarray:
             total = np.frombuffer(parts[0].tobytes(), values.dtype).copy()
@@ -270,26 +241,15 @@ class ServerCommunicator(Communicator):
         return np.frombuffer(self._combine(own, add).tobytes(), values.dtype).reshape(values.shape).copy()
 
     def _combine(self, own: np.ndarray, function: Callable[[list[np.ndarray]], np.ndarray]) -> np.ndarray:
-        """Apply `function` on rank 0 to the bytes of all living ranks; return the result on all of them."""
-        if self._star is not None:
-            given = self._star.gathered(own)
-            living, answer = np.array(list(given)), function(list(given.values()))
-            self._star.answer_all(
-                np.concatenate([np.array([living.size]).view(np.uint8), living.view(np.uint8), answer])
-            )
-        else:
-            try:
-                swap(self._streams[0], _request(GATHER, own), None)
-                message = swap(None, None, self._streams[0])
-            except PeerLost as error:
-                raise self._lost(0, error) from error
-            count = int(np.frombuffer(message[:8].tobytes(), np.int64)[0])
-            living, answer = np.frombuffer(message[8 : 8 + 8 * count].tobytes(), np.int64), message[8 + 8 * count :]
-        self.size, self.rank = living.size, living.tolist().index(self._number)
+        """Apply `function` on rank 0 to the bytes of all ranks; return the result on all of them."""
+        if self._star is None:
+            swap(self._streams[0], _request(GATHER, own), None)
+            return swap(None, None, self._streams[0])
+        answer = function(self._star.gathered(own))
+        self._star.answer_all(answer)
         return answer
 
     def _disconnect(self) -> None:
-        self._shutting_down = True
         self.gather_bytes(b"")
         for stream in self._streams.values():
             stream.socket.close()

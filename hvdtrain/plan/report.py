@@ -78,7 +78,7 @@ def _growing_batch(profile: Profile) -> str:
     scale = f"{_short(least)} samples or more" if most is None else f"{_short(least)} to {_short(most)} samples"
     return (
         "the batch of a step grows with the hosts, so training needs more epochs; a batch of "
-        f"{scale} (gradient noise scale early in training) needs twice those of a tiny batch"
+        f"{scale} needs twice those of a tiny batch (a pilot, early in training)"
     )
 
 

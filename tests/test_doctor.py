@@ -286,8 +286,10 @@ def test_two_networks_are_distinguished(cluster: Cluster) -> None:
     try:
         findings = between(cluster, "--quick")
         must(cluster.on("b", "ip", "link", "set", "eth0", "mtu", str(mtu - 100)))
-        smaller = between(cluster, "--quick", "--nic", "eth0")
-        must(cluster.on("b", "ip", "link", "set", "eth0", "mtu", str(mtu)))
+        try:
+            smaller = between(cluster, "--quick", "--nic", "eth0")
+        finally:
+            must(cluster.on("b", "ip", "link", "set", "eth0", "mtu", str(mtu)))
         pinned = between(cluster, "--quick", "--nic", "eth0")
         absent = between(cluster, "--quick", "--nic", "ib0")
     finally:

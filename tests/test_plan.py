@@ -22,17 +22,20 @@ from thread_ranks import at_once, meetings, reach
 
 from hvdtrain import cli, strategies
 from hvdtrain.comm.backends.base import RankGroup
-from hvdtrain.comm.world import connect
+from hvdtrain.comm.world import alone, connect
 from hvdtrain.config.options import TrainConfig
+from hvdtrain.data import Batch
 from hvdtrain.models.resnet import ResNetSpec, parameters
 from hvdtrain.plan import choice, coding, command, learning, pilot, prediction, profile
 from hvdtrain.plan.network import Link, Uplink, measured
 from hvdtrain.plan.prediction import Host
 from hvdtrain.plan.profile import Point, Profile
 from hvdtrain.plan.simulation import Message, Node, Traffic, simulate
+from hvdtrain.records.metrics import Accuracy
 from hvdtrain.strategies.automatic import rule
 from hvdtrain.strategies.cost import Layout, elements
 from hvdtrain.strategies.spec import parse
+from hvdtrain.training.framework import make_replica
 
 SLOW, FAST = Link.of_rate(10e6), Link.of_rate(1e9)
 SHAPES = [list(shape) for shape in parameters(ResNetSpec(channels=1, classes=10, width=0.125)).values()]
@@ -392,21 +395,34 @@ def test_mistakes_are_one_line(line: str, code: int, words: str) -> None:
     fails(lambda: cli.command(["plan", *shlex.split(line)]), code, words)
 
 
-def losses(batch: int, scale: float, samples: int, seed: int) -> list[tuple[int, float]]:
-    """Losses of a model whose batches of `scale` samples need twice the samples of tiny ones."""
+def learner(scale: float, seed: int, samples: int = 8000) -> pilot.Train:
+    """A model whose batches of `scale` samples need twice the samples of tiny ones."""
     random = np.random.default_rng(seed)
-    done = batch * np.arange(samples // batch) / (1 + batch / scale)
-    noise = 1 + 0.3 * random.standard_normal(len(done)) / batch**0.5
-    return [(batch, each) for each in (2 * np.exp(-done / 4000) + 0.2) * noise]
+
+    def train(batch: int, seconds: float, steps: int, goal: float) -> list[float]:
+        most = round(samples * seconds / pilot.PILOT_S)
+        done = batch * np.arange(most // batch) / (1 + batch / scale)
+        noise = 1 + 0.3 * random.standard_normal(len(done)) / batch**0.5
+        losses = ((2 * np.exp(-done / 4000) + 0.2) * noise).tolist()
+        ends = range(steps, len(losses) + 1, steps)
+        return losses[: next((end for end in ends if np.mean(losses[end - steps : end]) <= goal), len(losses))]
+
+    return train
 
 
 @pytest.mark.parametrize("scale", [10.0, 100.0, 1e6])
 def test_a_pilot_finds_the_noise_scale_of_known_losses(scale: float) -> None:
     for seed in range(20):
-        least, most = pilot.noise_scale(losses(16, scale, 8000, seed), losses(64, scale, 12000, seed + 100))
+        found = pilot.noise_scale(learner(scale, seed), 16, 64)
+        assert found is not None
+        least, most = found
         assert least <= scale <= (math.inf if most is None else most), seed
         assert least > scale / 4 or scale != 100
-    assert pilot.noise_scale(losses(16, 1.0, 80, 0), losses(64, 1.0, 120, 1)) == (1.0, None), "too little was learned"
+
+
+@pytest.mark.parametrize("values", [[2.0] * 500, [math.nan] * 500, [2.0, 1.0, 0.5]])
+def test_a_pilot_that_learned_too_little_says_nothing(values: list[float]) -> None:
+    assert pilot.noise_scale(lambda *_: values, 16, 64) is None
 
 
 def test_a_larger_batch_needs_more_epochs() -> None:
@@ -522,3 +538,33 @@ def test_sizes_alone_make_a_plan_without_a_framework() -> None:
     for words, said in (("--parameters 124M", "belong together"), ("--parameters x --step-seconds 1", "124M")):
         done = finished([sys.executable, "-m", "hvdtrain.cli", "plan", *words.split()])
         assert (done.returncode, done.stderr.count("\n")) == (2, 1) and said in done.stderr
+
+
+def test_a_model_can_be_put_into_one_replica_after_another() -> None:
+    """As a plan does with a script's model: hooks of earlier replicas must not act in backward."""
+    torch = pytest.importorskip("torch")
+
+    class Net(torch.nn.Sequential):
+        def loss(self, inputs: Any) -> Any:
+            return self(inputs).square().sum(), {"correct": torch.zeros(())}
+
+    net, batch = Net(*(torch.nn.Linear(160, 160) for _ in range(3))), np.ones((4, 160), np.float32)
+    shapes = [tuple(each.shape) for each in net.parameters()]
+    config = TrainConfig(framework="torch")
+    for _ in range(3):
+        probe = profile.Probe(alone("torch"), shapes, config, None, None)
+        replica = make_replica(net, config, probe.ranks, probe, "cpu", Accuracy())
+        assert len(probe.buckets()) > 1
+        replica.backward(Batch(arrays=(batch,), weight=4, total_weight=4), 0.0, False)
+        assert len(probe.ready_s) > 1
+        del replica
+
+
+def test_a_pilot_is_kept(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(pilot, "PILOT_S", 1.0)
+    words = ["plan", "resnet", "--width", "0.125", "--image-size", "8", "--batch-size", "16", "--threads", "1"]
+    for trained in (1, 0):
+        assert cli.command([*words, "--lr", "0.0511", "--hosts", "1,2", "--rates", "1gbit", "--json"]) == 0
+        out, err = capfd.readouterr()
+        assert err.count("training for at most 3 s") == trained
+        assert "noise_scale" in json.loads(out)["one_host"]

@@ -251,8 +251,9 @@ def examine(listed: Sequence[Slots], options: argparse.Namespace, report: Report
         report.add(*host_checks.same_addresses(hosts.facts, options.nic))
         reachable = {host: nic for host, nic in used.items() if nic}
         if hosts.several and len(reachable) > 1:
-            report.add(*host_checks.same_mtu(reachable))
-            links(hosts, reachable, [slot.host for slot in listed])
+            computing = [slot.host for slot in listed]
+            report.add(*host_checks.same_mtu({host: nic for host, nic in reachable.items() if host in computing}))
+            links(hosts, reachable, computing)
 
 
 def launcher_programs() -> list[str]:

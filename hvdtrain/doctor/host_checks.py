@@ -115,7 +115,7 @@ def same_mtu(used: Mapping[str, Mapping[str, Any]]) -> list[Check]:
         return []
     least, facts = min(sizes.values()), {"mtu_bytes": sizes}
     what = "MTUs differ: " + ", ".join(f"{used[host]['name']} on {host} {size}" for host, size in sizes.items())
-    fix = f"unless a router between them adapts, use one: ip link set DEV mtu {least}"
+    fix = f"use the same on all, unless a router lies between them: ip link set DEV mtu {least}"
     return [Check(name="mtu", status=WARN, where=", ".join(sizes), what=what, fix=fix, facts=facts)]
 
 

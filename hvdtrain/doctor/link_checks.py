@@ -22,6 +22,8 @@ SHARE_OF_NIC = 0.5
 FAR_MS = 10.0
 ALL_PAIRS_UP_TO = 8
 """More hosts than this are measured along a ring, the path of an all-reduce."""
+ONE_STREAM_MBIT = 10_000
+"""What one TCP connection of this measurement can be expected to carry"""
 
 
 def rounds(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
@@ -193,9 +195,9 @@ def judge_speed(
     if delay_ms is not None:
         what += f", {delay_ms:.2g} ms round trip"
     slowest, fixes = min(there, back), []
-    if nic_mbit and slowest < SHARE_OF_NIC * nic_mbit:
+    if nic_mbit and slowest < SHARE_OF_NIC * min(nic_mbit, ONE_STREAM_MBIT):
         what += f"; the interfaces say {show_rate(nic_mbit)}"
-        fixes.append("check the cables, the switch's port and the load of the link (ethtool, iperf3)")
+        fixes.append("check throttles, the cables, the switch's port and the load of the link (ethtool, iperf3)")
     if slowest < SLOW_MBIT:
         seconds = all_reduce_s(GRADIENT_BYTES, hosts, slowest * 1e6)
         data["allreduce_s"] = seconds

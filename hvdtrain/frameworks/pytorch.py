@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -116,17 +117,19 @@ class TorchReplica:
         if not buckets:
             self._hooks = None
             return
-        flat = self._flat
+        flat, names = self._flat, [name for name, _ in self._named]
+
+        this = weakref.ref(self)  # hooks stay on a model that is put into another replica, and must not keep this one
 
         def report(number: int) -> None:
-            if not self.reports:
+            if (replica := this()) is None or not replica.reports:
                 return
             begin, end = flat.borders[buckets[number].start], flat.borders[buckets[number].stop] if number else None
             strategy.on_bucket_ready(number, flat.memory, flat.piece(begin, end))
 
         def repeated(index: int) -> None:  # as the hooks of reentrant checkpoints are, once for each use of a weight
             raise Failure(
-                f"{self._named[index][0]}: its gradient arrived twice in one backward pass, so an incomplete one may "
+                f"{names[index]}: its gradient arrived twice in one backward pass, so an incomplete one may "
                 "have been sent; a shared weight cannot be used inside reentrant checkpoints; hint: "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )

@@ -27,11 +27,11 @@ from hvdtrain.system.rates import goodput_both_ways, parse_rate, show_rate
 
 PURPOSE = """Predict the time of a training step for other hosts, links and strategies, before you use them.
 
-The model is profiled on this machine in at most 30 s, and trained for 10 s more if the batch of a step grows with the
-hosts; the profile is kept in ~/.cache/hvdtrain. Other options go to the workload. A script of your own, which uses
-DistributedDataParallel, a trainer, hvdtrain.torch or hvdtrain.train, is started as one process, without a launcher, and
-ended when some of its steps have been timed. With --from, a recorded run takes the place of the profile. With
---parameters nothing is run.
+The model is profiled on this machine in at most 30 s, and trained for at most 75 s more if the batch of a step grows
+with the hosts; the profile is kept in ~/.cache/hvdtrain. Other options go to the workload. A script of your own, which
+uses DistributedDataParallel, a trainer, hvdtrain.torch or hvdtrain.train, is started as one process, without a
+launcher, and ended when some of its steps have been timed. With --from, a recorded run takes the place of the profile.
+With --parameters nothing is run.
 
 examples:
   hvdtrain plan resnet --hosts 1..16 --rates 10mbit,100mbit,1gbit --width 0.25

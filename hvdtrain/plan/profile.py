@@ -108,7 +108,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Processor seconds of one all-reduce over two hosts, by reducer"""
     noise_scale: tuple[Scale, Scale | None] | None = None
     """Samples per step that need twice the epochs of a tiny batch: least and most of an interval, which may have no
-    upper end. None if it was not measured"""
+    upper end. None if it was not measured, or the model learned too little"""
     pilot: dict[str, Any] = {}
     """Batches and settings with which it was measured"""
     peak_rss_bytes: int = 0

@@ -70,7 +70,7 @@ class Buckets:
         self._reducers: dict[tuple[Any, ...], Reducer] = {}
         """The reducer of each bucket after the first step, by index and shapes"""
         self._vectors: dict[int, Any] = {}
-        """The memory of each bucket, whose last exchange has ended when the next one begins"""
+        """The memory of each bucket that is copied, whose last exchange has ended when the next one begins"""
         self._is_first_step = True
 
     def hook(self, bucket: Any) -> Any:
@@ -85,10 +85,10 @@ class Buckets:
         if not (on_gpu or reducer.residual_key or buffer.dtype != torch.float32):
             vector = gradients = buffer.div_(self._world.size)  # summed where it is
         else:
-            size = buffer.numel() + 1
+            size = buffer.numel() + bool(reducer.residual_key)
             if len(vector := self._vectors.get(bucket.index(), ())) != size:
                 vector = self._vectors[bucket.index()] = torch.empty(size, dtype=torch.float32, device="cpu")
-            gradients = vector[:-1]
+            gradients = vector[: buffer.numel()]
             gradients.copy_(buffer).div_(self._world.size)  # waits for the GPU
 
         def exchange() -> None:
@@ -123,7 +123,7 @@ class Buckets:
     def _sum(self, vector: np.ndarray, gradients: np.ndarray, reducer: Reducer) -> None:
         """Replace gradients by their sum. A number after them says whether any rank's were not finite.
 
-        Without a residual, what is not finite is gone after the step, and `vector` may have the gradients alone.
+        Without a residual, no NaN or infinity persists beyond the step, and `vector` has the gradients alone.
         """
         if vector.size == gradients.size:
             self._world.reduce(vector, gradients.size, reducer)

@@ -16,7 +16,6 @@ import msgspec
 
 from hvdtrain.comm.world import alone
 from hvdtrain.config import batch_plan
-from hvdtrain.config.batch_plan import BatchPlan
 from hvdtrain.data import Batch
 from hvdtrain.data.loader import Loader
 from hvdtrain.plan import choice, coding, pilot, profile
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
 Maker = Callable[[range | None], Any]
 AVERAGING = "local-sgd:every=1"
 WAKING_S = 1.5
+OUT_OF_MEMORY = ("OutOfMemoryError", "ResourceExhaustedError", "MemoryError")
+"""Of PyTorch, TensorFlow and Python"""
 AUTO_STEPS_S, AUTO_CODING_S = 6.0, 8.0
 """Times for measuring steps and reducers before step 0"""
 
@@ -150,29 +151,39 @@ def measured(
 def pilot_key(job: Job) -> dict[str, Any]:
     """Return what a pilot's result depends on besides the times."""
     config, small = job.run.config, job.run.plan.global_batch
-    names = ("lr", "lr_scaling", "warmup_epochs", "schedule", "epochs", "momentum", "nesterov", "weight_decay")
-    return {"batches": [small, pilot.LARGER * small], **{name: getattr(config, name) for name in names}}
+    names = "lr lr_scaling warmup_epochs schedule epochs epoch_samples momentum nesterov weight_decay label_smoothing"
+    large = min(pilot.LARGER * small, len(job.dataset.train))
+    return {"batches": [small, large], **{name: getattr(config, name, None) for name in names.split()}}
 
 
-def noise_scale(job: Job, model: Maker, initial: Maker) -> tuple[float, float | None]:
+def noise_scale(job: Job, model: Maker, initial: Maker) -> tuple[float, float | None] | None:
     """Train twice from the job's first state on this rank, for some seconds, and return `Profile.noise_scale`."""
-    config, branches = job.run.config, list[pilot.Losses]()
-    for size in pilot_key(job)["batches"]:
+    config, (small, large) = job.run.config, pilot_key(job)["batches"]
+    samples = config.epoch_samples or len(job.dataset.train)
+
+    def train(size: int, seconds: float, steps: int, goal: float) -> pilot.Losses:
         replica, probe = _replica(job, model)
         state = initial(None)
         local = {name: state[name] for name in state.keys() & replica.local_state().keys()}
         replica.load({f"parameter.{name}": array for name, array in state.items() if name not in local})
         replica.load_local(local)
         endless = itertools.chain.from_iterable(_batches(job, size, epoch) for epoch in itertools.count())
-        samples = config.epoch_samples or len(job.dataset.train)
         plan = batch_plan.batch_plan(config, 1, size, -(-samples // size))
 
-        def learning_rate(step: int, plan: BatchPlan = plan) -> float:
+        def learning_rate(step: int) -> float:
             return plan.learning_rate(min(step, plan.steps - 1))
 
-        seconds = pilot.PILOT_S * (1 + len(branches))
-        branches.append(pilot.branch(replica, probe, endless, size, learning_rate, seconds, *branches))
-    return pilot.noise_scale(*branches)
+        return pilot.train(replica, probe, endless, learning_rate, seconds, steps, goal)
+
+    if large < 2 * small:
+        return None
+    try:
+        return pilot.noise_scale(train, small, large // small * small)
+    except Exception as error:
+        if type(error).__name__ not in OUT_OF_MEMORY:
+            raise
+        print(f"{large} samples per step do not fit into memory, so the epochs are not predicted", file=sys.stderr)
+        return None
 
 
 def candidates(job: Job, rule: automatic.Rule) -> list[Exchange]:

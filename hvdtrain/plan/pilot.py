@@ -1,7 +1,7 @@
 """A pilot: trains a model with two batch sizes, to see how many more samples the larger one needs for the same loss.
 
-Statistics of gradients would need a tenth of the time, but they say nothing of the optimizer: with Adam a captioner
-needs four times the epochs at batch 64 instead of 16, with Muon 1.2 times (docs/benchmarks/predictions.md).
+Statistics of gradients would take less time, but they say nothing of the optimizer: with Adam a captioner does not
+learn at batch 64 what it learns at 16, with Muon it needs 1.2 times the epochs (docs/benchmarks/predictions.md).
 """
 
 from __future__ import annotations

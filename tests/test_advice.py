@@ -37,14 +37,14 @@ def test_the_advice_is_the_candidate_that_a_plan_from_the_run_ranks_first(
     tmp_path: Path, strategy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = waited(tmp_path / "run", strategy=strategy)
-    names = prediction.reducers([parse(each) for each in (*learning.CANDIDATES, *learning.OTHERS)])
+    names = prediction.reducers([parse(each) for each in learning.SHOWN])
     made = recorded.as_profile(recorded.read(folder), [])
     made = profile.with_coding(made, coding.recorded(names, SHAPES))
     (folder / profile.NAME).write_text(json.dumps(profile.as_json(msgspec.structs.replace(made, factors={}))))
     assert cli.command(["plan", "--from", str(folder), "--json"]) == 0
     (network,) = json.loads(capsys.readouterr().out)["networks"]
     first = min(
-        (each for each in network["hosts"][0]["predictions"] if each["strategy"] in learning.CANDIDATES),
+        (each for each in network["hosts"][0]["predictions"] if each["strategy"] in learning.candidates("sgd")),
         key=lambda each: each["step_s"] * sum(each["steps_factor"]),
     )
     text = advised(folder)

@@ -32,7 +32,7 @@ from hvdtrain.plan.prediction import Host
 from hvdtrain.plan.profile import Point, Profile
 from hvdtrain.plan.simulation import Message, Node, Traffic, simulate
 from hvdtrain.records.metrics import Accuracy
-from hvdtrain.strategies.automatic import rule
+from hvdtrain.strategies.automatic import Rule, rule
 from hvdtrain.strategies.cost import Layout, elements
 from hvdtrain.strategies.spec import parse
 from hvdtrain.training.framework import make_replica
@@ -41,7 +41,7 @@ SLOW, FAST = Link.of_rate(10e6), Link.of_rate(1e9)
 SHAPES = [list(shape) for shape in parameters(ResNetSpec(channels=1, classes=10, width=0.125)).values()]
 CODING = {"hierarchical": 0.002, "bf16": 0.003, "int8": 0.01, "int4": 0.012, "topk": 0.004}
 CODING |= {"powersgd:rank=4": 0.008, "powersgd:rank=12,bits=4": 0.02}
-STRATEGIES = [*learning.CANDIDATES, *learning.OTHERS, "allreduce", "native", "central", "async-ps"]
+STRATEGIES = [*learning.SHOWN, "allreduce", "native", "central", "async-ps"]
 
 
 def made(variation: float = 0.0, **changes: Any) -> Profile:
@@ -273,11 +273,13 @@ def test_rules_limit_what_auto_may_choose() -> None:
         assert found is not None
         return [str(each) for each in choice.candidates(found, config)]
 
-    assert names("auto") == list(learning.CANDIDATES)
-    assert set(learning.CANDIDATES).isdisjoint(learning.OTHERS)
+    assert names("auto") == learning.candidates("sgd")
+    assert set(learning.candidates("sgd")).isdisjoint(learning.OTHERS)
     assert names("auto:exact") == ["hierarchical"]
     allowed = ["powersgd:rank=4", "local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4"]
     assert names("auto:within=0.3") == ["hierarchical", *allowed]
+    with_muon = choice.candidates(rule("auto") or Rule(), TrainConfig(optimizer="muon"))
+    assert [str(each) for each in with_muon] == ["hierarchical", "powersgd:rank=12,bits=4"]
     assert rule("hierarchical") is None
     for text in ("auto:exakt", "auto:within=", "auto:within=-1", "auto:within=nan"):
         fails(lambda text=text: rule(text), 78, "auto:within=0.3")  # type: ignore[misc]
@@ -311,7 +313,7 @@ def test_all_ranks_choose_alike_and_bytes_are_as_predicted(tmp_path: Path) -> No
         predicted = parse(name).cost(SHAPES, Layout(ranks=2, hosts=2)).sent_bytes
         assert steps[1].bytes_sent == pytest.approx(predicted, abs=64)
     manifest = json.loads((tmp_path / "auto" / "manifest.json").read_text())
-    assert manifest["config"]["strategy"] in learning.CANDIDATES
+    assert manifest["config"]["strategy"] in learning.candidates("sgd")
     assert "per step predicted" in manifest["exchange"]["chosen"]
     assert output.count("per step predicted") >= 1
     assert profile.read(tmp_path / "auto" / profile.NAME).points[0].batch == 16

@@ -200,7 +200,7 @@ def regrets(found: pd.DataFrame, choices: Sequence[dict[str, Any]]) -> list[str]
         cells = found[(found[PLACE] == pd.Series({key: choice[key] for key in PLACE})).all(axis=1)]
         seconds = {}
         for strategy, times in cells.groupby("strategy").recorded_s:
-            if strategy in learning.CANDIDATES:
+            if strategy in learning.candidates("sgd"):
                 seconds[strategy] = times.mean() * statistics.mean(learning.RECORDED[str(strategy)].steps)
         if choice["chosen"] in seconds:
             regret = seconds[choice["chosen"]] / min(seconds.values())
@@ -229,7 +229,7 @@ def main(arguments: list[str]) -> int:
         paths = sorted(options.report.glob("*/cells.json"))
         print(report([row for path in paths for row in json.loads(path.read_text())]))
         return 0
-    options.strategy = options.strategy or [*learning.CANDIDATES, *learning.OTHERS]
+    options.strategy = options.strategy or list(learning.SHOWN)
     options.root = options.root.resolve()
     need_root("the benchmark's virtual cluster")
     folder = options.root / records.utc_now().replace(":", "")

@@ -40,7 +40,7 @@ def after_run(config: TrainConfig, folder: Path) -> str | None:
     best = prediction.best([prediction.predict(made, each, hosts, run.global_batch) for each in exchanges])
     if best.interval_s is None or best.steps_factor is None:
         return None
-    known = learning.of(run.exchange)
+    known = learning.of(run.exchange, config.optimizer)
     own_s = run.step_s * (sum(known.steps) / 2 if known else 1.0)
     if not run.links or own_s <= best.ranking_s * best.interval_s[1] / best.step_s:
         return None

@@ -36,8 +36,8 @@ class Chosen(NamedTuple):
 def candidates(rule: Rule, config: TrainConfig) -> list[Exchange]:
     """Return the strategies that the rule allows and that run with the other options. Exact sums come first."""
     allowed = []
-    for name in learning.CANDIDATES:
-        exchange, record = parse(name), learning.RECORDED[name]
+    for name in learning.candidates(config.optimizer):
+        exchange, record = parse(name), learning.records(config.optimizer)[name]
         if rule.exact and not record.exact:
             continue
         if rule.within is not None and (record.loss_points is None or record.loss_points > rule.within):

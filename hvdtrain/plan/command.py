@@ -163,7 +163,7 @@ def rates_of(text: str) -> list[int]:
 
 def _wanted(options: Any) -> list[Exchange]:
     """Return the strategies of a plan. Raises Failure (78) for unknown names."""
-    return [parse(name) for name in options.strategy or (*learning.CANDIDATES, *learning.OTHERS)]
+    return [parse(name) for name in options.strategy or learning.SHOWN]
 
 
 def exchanges_of(options: Any, config: TrainConfig, made: Profile) -> tuple[list[Exchange], dict[str, str]]:

@@ -155,7 +155,7 @@ def predicted(
     coding_s = max(0.0, simulated_s - without_s)
     backend = exchange.capabilities.backend
     step_s = simulated_s * (profile.factors.get(backend, 1.0) if len(hosts) > 1 else 1.0)
-    recorded = learning.of(exchange)
+    recorded = learning.of(exchange, profile.setup.get("optimizer"))
     return Prediction(
         strategy=str(exchange),
         hosts=len(hosts),

@@ -26,6 +26,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a run that its plan depends on. A script has a strategy only."""
 
     strategy: str
+    optimizer: str | None = None
     framework: Literal["torch", "tensorflow", "auto"] = "auto"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     batch_size: Samples | None = None
@@ -150,7 +151,7 @@ def as_profile(run: Recorded, exchanges: Sequence[Exchange], coding_s: Mapping[s
         machine={"processor": rank.cpu and re.sub(r", \d+ cores$", "", rank.cpu), "cores": rank.cores or 1.0},
         workload=manifest.workload,
         model=str(manifest.model.get("name", manifest.workload)),
-        setup={"device": rank.device},
+        setup={"device": rank.device, "optimizer": run.config.optimizer},
         shapes=manifest.shapes,
         epoch_samples=run.config.epoch_samples or run.facts.data.train or run.global_batch,
         threads=rank.threads or 1,

@@ -140,7 +140,7 @@ def hero(theme: str) -> str:
         for seed in seeds:
             svg.dot(16 + seed / most * right, top + 34, svg.color["text"])
         svg.text(30 + max([end, *(seed / most * right for seed in seeds)]), top + 40, shown, bold=True)
-    svg.text(16, 310, "dots: least, median and most of six seeds; DDP: one seed", size=13, fill="muted")
+    svg.text(16, 310, "dots: least, median and most of ten seeds; DDP: one seed", size=13, fill="muted")
     return svg.done()
 
 

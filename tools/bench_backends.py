@@ -7,8 +7,9 @@
     sudo make bench-backends BENCH_ARGS='--quick --hosts 2 --operations sum-1,pairs-40 --json'
 
 An operation is sum-KB, a float32 sum over all ranks, or pairs-KB, in which each host sends KB kilobytes to each other
-host. The TCP backend sums the vectors of a host's ranks first; Gloo and Open MPI get one flat operation over all ranks,
-as their users would call it. Pairs are measured with one rank per host, because only one rank per host takes part.
+host. bf16-KB, int8-KB and int4-KB are sums by a reducer, which only the first two backends have. The TCP backend sums
+the vectors of a host's ranks first; Gloo and Open MPI get one flat operation over all ranks, as their users would call
+it. Pairs are measured with one rank per host, because only one rank per host takes part.
 
 Every rank connects all four, and each repetition runs them in turn. Seconds are the median over repetitions
 of the slowest rank's time; CPU seconds are the median of all ranks' processor time together. `limit_s` is the time that
@@ -39,6 +40,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 from bench_network import MARK, NAMES, check_throttle, cluster, limit_s, measure, numbers, options_of, throttle  # noqa: E402
 
 from hvdtrain.comm.backends.base import Endpoint  # noqa: E402
+from hvdtrain.strategies import Layout, parse  # noqa: E402
 from hvdtrain.system import exits  # noqa: E402
 from hvdtrain.system.arguments import Parser  # noqa: E402
 from hvdtrain.system.commands import need_root  # noqa: E402
@@ -47,6 +49,8 @@ from hvdtrain.system.rates import goodput_both_ways, show_rate  # noqa: E402
 
 BACKENDS = ("tcp", "over_mpi", "gloo", "mpi")
 OPERATIONS = ("sum-1", "sum-5340", "pairs-40", "pairs-667")
+REDUCERS = ("bf16", "int8", "int4")
+"""Sums by a reducer, which only hvdtrain's backends have. Equal numbers, as here, lose hardly anything"""
 REPEAT_S = 6.0
 """Seconds that the repetitions of one operation may take per backend"""
 PAUSE_S = 0.05
@@ -55,9 +59,15 @@ PAUSE_S = 0.05
 def parse_operation(operation: str) -> tuple[str, int]:
     """Return the kind of an operation and its bytes. Raises Failure (2)."""
     kind, _, kilobytes = operation.partition("-")
-    if kind not in ("sum", "pairs") or not kilobytes.isdecimal() or int(kilobytes) == 0:
-        raise Failure(f"{operation!r} is not an operation; hint: write sum-KB or pairs-KB", exits.USAGE)
+    if kind not in ("sum", "pairs", *REDUCERS) or not kilobytes.isdecimal() or int(kilobytes) == 0:
+        hint = f"write sum-KB, pairs-KB or {'-KB, '.join(REDUCERS)}-KB"
+        raise Failure(f"{operation!r} is not an operation; hint: {hint}", exits.USAGE)
     return kind, 1000 * int(kilobytes)
+
+
+def able(operation: str) -> tuple[str, ...]:
+    """Return the backends that have an operation."""
+    return BACKENDS[:2] if parse_operation(operation)[0] in REDUCERS else BACKENDS
 
 
 def network_s(operation: str, hosts: int, rate_bit_s: int) -> float:
@@ -65,6 +75,9 @@ def network_s(operation: str, hosts: int, rate_bit_s: int) -> float:
     kind, nbytes = parse_operation(operation)
     if kind == "sum":
         return limit_s(hosts, nbytes, rate_bit_s)
+    if kind in REDUCERS:
+        cost = parse(kind).cost([(nbytes // 4,)], Layout(ranks=hosts, hosts=hosts), buckets=False)
+        return cost.sent_bytes * 8 / goodput_both_ways(rate_bit_s)
     return (hosts - 1) * nbytes * 8 / goodput_both_ways(rate_bit_s)
 
 
@@ -86,6 +99,7 @@ def rank_program(work: Sequence[tuple[str, int]]) -> None:
     from hvdtrain.comm.backends.tcp import TcpCommunicator
     from hvdtrain.comm.launch_env import launch_env
     from hvdtrain.comm.rendezvous import join
+    from hvdtrain.strategies.spec import component
 
     torch.set_num_threads(1)
     rendezvous, endpoint = join(launch_env()), Endpoint(socket.gethostname(), "eth0")
@@ -123,9 +137,18 @@ def rank_program(work: Sequence[tuple[str, int]]) -> None:
     sums |= {name: functools.partial(sum_ours, ranks) for name, ranks in mine.items()}
     pairs |= {name: functools.partial(pairs_ours, ranks) for name, ranks in mine.items()}
 
+    def by_reducer(ranks: TcpCommunicator, kind: str, vector: np.ndarray) -> np.ndarray:
+        reducer = component(kind, "")
+        ranks.reduce(vector, vector.size, reducer.cls([vector.shape], reducer.settings))
+        return vector
+
     def timed(backend: str, kind: str, nbytes: int) -> tuple[float, float]:
         """Return this rank's seconds and CPU seconds for one operation, after checking its result."""
-        call = {"sum": sums, "pairs": pairs}[kind][backend]
+        call: Callable[[np.ndarray], Any]
+        if kind in REDUCERS:
+            call = functools.partial(by_reducer, mine[backend], kind)
+        else:
+            call = {"sum": sums, "pairs": pairs}[kind][backend]
         values = np.full((*([ours.size] if kind == "pairs" else []), nbytes // 4), 1 + ours.rank, np.float32)
         time.sleep(PAUSE_S)
         sums[backend](np.zeros(1, np.float32))  # all ranks start together
@@ -134,22 +157,22 @@ def rank_program(work: Sequence[tuple[str, int]]) -> None:
         seconds, cpu_s = time.perf_counter() - began, time.process_time() - before
         ranks = np.arange(1, ours.size + 1)
         expected = [[total] for total in ranks] if kind == "pairs" else ranks.sum()
-        if not np.array_equal(received, np.broadcast_to(expected, np.shape(received))):
+        if not np.allclose(received, expected, rtol=0.01 if kind in REDUCERS else 0.0, atol=0.0):
             raise RuntimeError(f"{backend}: {kind} of {nbytes} bytes gave a wrong result")
         return seconds, cpu_s
 
     report = {}
     for operation, times in work:
-        for backend in BACKENDS:
+        for backend in able(operation):
             timed(backend, *parse_operation(operation)) if times > 3 else None
-        own = [{each: timed(each, *parse_operation(operation)) for each in BACKENDS} for _ in range(times)]
+        own = [{each: timed(each, *parse_operation(operation)) for each in able(operation)} for _ in range(times)]
         everyone = ours.gather(own)
         report[operation] = {
             backend: {
                 "seconds": [max(ranks[turn][backend][0] for ranks in everyone) for turn in range(times)],
                 "cpu_s": [sum(ranks[turn][backend][1] for ranks in everyone) for turn in range(times)],
             }
-            for backend in BACKENDS
+            for backend in able(operation)
         }
     if ours.rank == 0:
         print(MARK + json.dumps(report), flush=True)
@@ -162,7 +185,7 @@ def rank_program(work: Sequence[tuple[str, int]]) -> None:
 
 def case(options: argparse.Namespace, rate: int, hosts: int, per_host: int) -> list[dict[str, Any]]:
     """Run the operations of one case; return a row for each."""
-    operations = [each for each in options.operations if per_host == 1 or parse_operation(each)[0] == "sum"]
+    operations = [each for each in options.operations if per_host == 1 or parse_operation(each)[0] != "pairs"]
     work = [(each, repeats(network_s(each, hosts, rate), options.quick)) for each in operations]
     rows, listed = [], ",".join(f"{host}:{per_host}" for host in NAMES[:hosts])
     program = ["tools/bench_backends.py", "--rank", json.dumps(work)]
@@ -175,11 +198,12 @@ def case(options: argparse.Namespace, rate: int, hosts: int, per_host: int) -> l
             "limit_s": network_s(operation, hosts, rate),
         }
         for what, suffix in (("seconds", "s"), ("cpu_s", "cpu_s")):
-            row |= {f"{each}_{suffix}": statistics.median(backends[each][what]) for each in BACKENDS}
-        fastest_s = min(row[f"{each}_s"] for each in BACKENDS)
+            row |= {f"{each}_{suffix}": statistics.median(backends[each][what]) for each in backends}
+        fastest_s = min(row[f"{each}_s"] for each in backends)
         check_throttle(operation, fastest_s, parse_operation(operation)[1], row["limit_s"])
-        row["s_over_gloo"] = row["tcp_s"] / row["gloo_s"]
-        row["cpu_over_gloo"] = row["tcp_cpu_s"] / row["gloo_cpu_s"]
+        if "gloo" in backends:
+            row["s_over_gloo"] = row["tcp_s"] / row["gloo_s"]
+            row["cpu_over_gloo"] = row["tcp_cpu_s"] / row["gloo_cpu_s"]
         rows.append(row)
     print(f"{show_rate(rate)}, {hosts} hosts, {per_host} per host: done", file=sys.stderr, flush=True)
     return rows

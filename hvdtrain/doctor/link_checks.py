@@ -18,7 +18,7 @@ GRADIENT_BYTES = 85_130_000
 SLOW_MBIT = 100.0
 UNEVEN = 2.0
 SHARE_OF_NIC = 0.5
-"""A link that carries less than this share of what both interfaces say has a bad cable, or something slow between"""
+"""A link that carries less than this share of its interfaces' speed has a bad cable, or something slow between"""
 FAR_MS = 10.0
 ALL_PAIRS_UP_TO = 8
 """More hosts than this are measured along a ring, the path of an all-reduce."""
@@ -133,7 +133,7 @@ def speeds(
 
     A pair that looks slow or uneven is measured again, and the better result counts for each direction: other load on
     the hosts can only make a link look slower. `tried` is the result of `try_ports`. Pairs with a closed port are
-    skipped, because they have been reported already. `nic_mbit`: what each host's interface says, None if nothing.
+    skipped, because they have been reported already. `nic_mbit`: the speed of each host's interface, if it is known.
     """
     hosts = list(agents)
     with ThreadPoolExecutor(max_workers=len(hosts)) as pool:
@@ -173,7 +173,7 @@ def judge_speed(
     hosts: int,
     nic_mbit: float | None = None,
 ) -> Check:
-    """Judge a pair of hosts by both rates, the delay and what the slower interface says.
+    """Judge a pair of hosts by both rates, the delay and the speed of the slower interface, if it is known.
 
     A rate that could not be measured is an error message.
     """
@@ -196,7 +196,7 @@ def judge_speed(
         what += f", {delay_ms:.2g} ms round trip"
     slowest, fixes = min(there, back), []
     if nic_mbit and slowest < SHARE_OF_NIC * min(nic_mbit, ONE_STREAM_MBIT):
-        what += f"; the interfaces say {show_rate(nic_mbit)}"
+        what += f"; the interfaces have {show_rate(nic_mbit)}"
         fixes.append("check throttles, the cables, the switch's port and the load of the link (ethtool, iperf3)")
     if slowest < SLOW_MBIT:
         seconds = all_reduce_s(GRADIENT_BYTES, hosts, slowest * 1e6)

@@ -118,7 +118,6 @@ class TorchReplica:
             self._hooks = None
             return
         flat, names = self._flat, [name for name, _ in self._named]
-
         this = weakref.ref(self)  # hooks stay on a model that is put into another replica, and must not keep this one
 
         def report(number: int) -> None:

@@ -46,7 +46,7 @@ SHOWN = tuple(name for name in {**RECORDED, **MUON} if name not in ("allreduce",
 
 
 def records(optimizer: str | None) -> dict[str, Learning]:
-    """Return the records with this optimizer; those of SGD for others."""
+    """Return the records with this optimizer. SGD's stand for all but Muon's."""
     return MUON if optimizer == "muon" else RECORDED
 
 

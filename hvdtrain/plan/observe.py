@@ -92,14 +92,15 @@ class Profiler(profiled.Observer):
         elif missing := [name for name in self._names if name not in kept.coding_s]:
             kept = profile.with_coding(kept, coding.measure(missing, kept.shapes, profile.CODING_S, job.threads))
             self._keep(kept, key)
-        learning = msgspec.to_builtins(profiled.pilot_key(job))
-        if kept.pilot != learning and global_batch(config, 1) != global_batch(config, 2):
+        settings = profiled.pilot_key(job)
+        if kept.pilot != settings and global_batch(config, 1) != global_batch(config, 2):
+            longest = f"{3 * pilot.PILOT_S:.0f} s"
             print(
-                f"training for at most {3 * pilot.PILOT_S:.0f} s to see what a larger batch costs",
+                f"training for at most {longest} to see how many more epochs a larger batch needs",
                 file=sys.stderr,
                 flush=True,
             )
-            kept = msgspec.structs.replace(kept, noise_scale=profiled.noise_scale(job, model, initial), pilot=learning)
+            kept = msgspec.structs.replace(kept, noise_scale=profiled.noise_scale(job, model, initial), pilot=settings)
             self._keep(kept, key)
         self._end(kept, self._with_batch(job.workload.config))
         raise profiled.Done

@@ -1,7 +1,7 @@
 """A pilot: trains a model with two batch sizes, to see how many more samples the larger one needs for the same loss.
 
 Statistics of gradients would take less time, but they say nothing of the optimizer: with Adam a captioner does not
-learn at batch 64 what it learns at 16, with Muon it needs 1.2 times the epochs (docs/benchmarks/predictions.md).
+reach at batch 64 the score of batch 16, with Muon it needs 1.2 times the epochs (docs/benchmarks/predictions.md).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LEAST_RATIO = 1.05
 Losses = Sequence[float]
 """The mean loss of each step"""
 Train = Callable[[int, float, int, float], Losses]
-"""(batch, seconds, steps, goal): trains a fresh model for some seconds, or until the mean loss of so many steps is at
+"""(batch, seconds, steps, goal): trains a fresh model for some seconds, or until the mean loss of its last steps is at
 most the goal"""
 
 

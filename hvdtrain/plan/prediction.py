@@ -99,7 +99,11 @@ class Prediction:
         return self.step_s * (sum(self.steps_factor) / 2 if self.steps_factor else 1.0)
 
     def as_json(self, one: Prediction) -> dict[str, Any]:
-        more = {"speedup": self.speedup(one), "speedup_to_target": self.speedup_to_target(one)}
+        more = {
+            "speedup": self.speedup(one),
+            "epochs_factor": self.epochs_factor(one),
+            "speedup_to_target": self.speedup_to_target(one),
+        }
         return dataclasses.asdict(self) | {"samples_per_s": self.samples_per_s} | more
 
 

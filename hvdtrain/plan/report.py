@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import operator
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -61,7 +63,7 @@ def text(plan: Plan) -> str:
     lines += ["", *(advice(plan, network) for network in plan.networks)]
     lines += [f"not predicted: {reason}" for reason in plan.refused.values()]
     if any(each.global_batch != one.global_batch for network in plan.networks for each in plan.best(network).values()):
-        lines.append(_growing_batch(profile))
+        lines.append(_growing_batch(plan))
     if profile.peak_rss_bytes:
         lines.append(f"memory: up to {profile.peak_rss_bytes / 1e9:.2f} GB for each rank while profiling")
     width = terminal_width()
@@ -70,15 +72,17 @@ def text(plan: Plan) -> str:
     )
 
 
-def _growing_batch(profile: Profile) -> str:
+def _growing_batch(plan: Plan) -> str:
     """Say what a batch that grows with the hosts means for learning."""
-    if profile.noise_scale is None:
+    predictions = itertools.chain.from_iterable(counts[max(counts)] for counts in plan.networks.values())
+    largest = max(predictions, key=operator.attrgetter("global_batch"))
+    epochs = largest.epochs_factor(plan.one)
+    if epochs is None:
         return "the batch of a step grows with the hosts, which changes learning; --global-batch-size keeps it"
-    least, most = profile.noise_scale
-    scale = f"{_short(least)} samples or more" if most is None else f"{_short(least)} to {_short(most)} samples"
+    least, most = map(_short, epochs)
     return (
-        "the batch of a step grows with the hosts, so training needs more epochs; a batch of "
-        f"{scale} needs twice those of a tiny batch (a pilot, early in training)"
+        f"the batch of a step grows with the hosts: with {largest.global_batch} samples instead of "
+        f"{plan.one.global_batch}, training needs {least} to {most} times the epochs (estimated early in training)"
     )
 
 

@@ -88,7 +88,7 @@ def interfaces() -> list[dict[str, typing.Any]]:
 
 
 def _number(interface: str, name: str) -> int | None:
-    """What the kernel knows of an interface. None if nothing, as the speed of many virtual machines' interfaces."""
+    """A number from sysfs. None if the kernel does not know it, as the speed of many virtual machines' interfaces."""
     try:
         number = int(pathlib.Path("/sys/class/net", interface, name).read_text())
     except (OSError, ValueError):

@@ -83,7 +83,7 @@ class Buckets:
         on_gpu = buffer.device.type != "cpu"
         future: Any = torch.futures.Future(devices=[buffer.device] if on_gpu else None)
         if not (on_gpu or reducer.residual_key or buffer.dtype != torch.float32):
-            vector = gradients = buffer.div_(self._world.size)  # summed where it is
+            vector = gradients = buffer.div_(self._world.size)  # summed in DistributedDataParallel's own memory
         else:
             size = buffer.numel() + bool(reducer.residual_key)
             if len(vector := self._vectors.get(bucket.index(), ())) != size:
@@ -121,14 +121,14 @@ class Buckets:
         return self._reducers[key]
 
     def _sum(self, vector: np.ndarray, gradients: np.ndarray, reducer: Reducer) -> None:
-        """Replace gradients by their sum. A number after them says whether any rank's were not finite.
+        """Replace gradients by their sum.
 
-        Without a residual, no NaN or infinity persists beyond the step, and `vector` has the gradients alone.
+        With a residual, in which NaN or infinity would stay, `vector` has one more number: whether a rank had any.
         """
-        if vector.size == gradients.size:
+        if not reducer.residual_key:
             self._world.reduce(vector, gradients.size, reducer)
             return
-        lost = bool(reducer.residual_key) and not np.isfinite(gradients @ gradients)
+        lost = not np.isfinite(gradients @ gradients)
         if lost:
             gradients[:] = 0
         vector[-1] = lost

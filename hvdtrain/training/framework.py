@@ -8,6 +8,7 @@ from typing import Any
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.pipeline.schedule import Pipe
+from hvdtrain.records.arrays_file import Arrays
 from hvdtrain.records.metrics import Metric
 from hvdtrain.strategies import Strategy
 from hvdtrain.training.threads import Threads
@@ -52,3 +53,10 @@ def make_replica(
         if pipe is not None:
             from hvdtrain.frameworks.pipeline_tensorflow import PipelineTensorFlow as cls
     return cls(model, **options) if pipe is None else cls(model, **options, pipe=pipe)
+
+
+def load_first(replica: Any, state: Arrays) -> None:
+    """Load a job's first state, arrays by name: parameters, and arrays of `Replica.local_state`."""
+    local = state.keys() & replica.local_state().keys()
+    replica.load({f"parameter.{name}": array for name, array in state.items() if name not in local})
+    replica.load_local({name: state[name] for name in local})

@@ -27,7 +27,7 @@ from hvdtrain.strategies import shares as unequal_shares
 from hvdtrain.system import exits, locks
 from hvdtrain.training import elastic, manifest, profiled, resume, run_folder, snapshot, summary
 from hvdtrain.training.evaluation import Judge
-from hvdtrain.training.framework import make_replica
+from hvdtrain.training.framework import load_first, make_replica
 from hvdtrain.training.loop import Loop
 
 if TYPE_CHECKING:
@@ -128,10 +128,7 @@ class Job:
         replica: Replica = make_replica(
             model, self.run.config, self.data, self.strategy, self.device, self.workload.metric, self.pipe
         )
-        agreed = self.data.agreed(state)
-        local = agreed.keys() & replica.local_state().keys()
-        replica.load({f"parameter.{name}": array for name, array in agreed.items() if name not in local})
-        replica.load_local({name: agreed[name] for name in local})
+        load_first(replica, self.data.agreed(state))
         return replica
 
     def whole(self, replica: Replica) -> Arrays:

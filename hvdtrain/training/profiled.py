@@ -25,7 +25,7 @@ from hvdtrain.strategies import Exchange, automatic, parse
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import elastic, resume
-from hvdtrain.training.framework import make_replica
+from hvdtrain.training.framework import load_first, make_replica
 
 if TYPE_CHECKING:
     from hvdtrain.plan.steps import Script
@@ -163,10 +163,7 @@ def noise_scale(job: Job, model: Maker, initial: Maker) -> tuple[float, float | 
 
     def train(size: int, seconds: float, steps: int, goal: float) -> pilot.Losses:
         replica, probe = _replica(job, model)
-        state = initial(None)
-        local = {name: state[name] for name in state.keys() & replica.local_state().keys()}
-        replica.load({f"parameter.{name}": array for name, array in state.items() if name not in local})
-        replica.load_local(local)
+        load_first(replica, initial(None))
         endless = itertools.chain.from_iterable(_batches(job, size, epoch) for epoch in itertools.count())
         plan = batch_plan.batch_plan(config, 1, size, -(-samples // size))
 

@@ -132,9 +132,10 @@ def test_the_cost_of_an_exchange_of_a_hundred_numbers(
 
 
 def test_the_latencies_of_a_sum_depend_on_the_length_of_its_messages() -> None:
-    """Short messages take one latency, longer ones one per host, and those beyond a link's queue two per host."""
+    """Messages that fit a link's queue together take one latency, longer ones one per host, and those that do not fit
+    alone two per host."""
     layout = Layout(ranks=4, hosts=4)
-    for numbers, hops in ((1_000, 2), (20_000, 2 * 3), (200_000, 2 * 2 * 3)):
+    for numbers, hops in ((1_000, 2), (20_000, 2), (40_000, 2 * 3), (200_000, 2 * 2 * 3)):
         cost = parse("bf16").cost([(numbers,)], layout, buckets=False)
         assert cost.hops == 1 + hops, "and one for the step's totals"
     assert parse("hierarchical").cost([(20_000,)], layout, buckets=False).hops == 1 + 6, "a ring"

@@ -230,7 +230,7 @@ class Delayed(TcpLeaderGroup):
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-@pytest.mark.parametrize("nbytes", [400, SMALL_BYTES, SMALL_BYTES + 4, QUEUE_BYTES + 4])
+@pytest.mark.parametrize("nbytes", [400, SMALL_BYTES, SMALL_BYTES + 4, QUEUE_BYTES // 4, QUEUE_BYTES + 4])
 def test_exchanges_take_the_declared_number_of_hops(count: int, nbytes: int) -> None:
     """`cost()` computes with these numbers."""
     vector = np.ones(nbytes // 4, np.float32)
@@ -417,6 +417,8 @@ class Replica:
 
     def vector(self) -> np.ndarray:
         return self.memory
+
+    updates_parts = False
 
     def apply(self, lr: float) -> None:
         """There are no weights."""

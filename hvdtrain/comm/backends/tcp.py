@@ -7,7 +7,8 @@ once, however many ranks the host has.
 Leaders sum in a ring: each sends to the next and receives from the previous one, so each link carries one stream in
 each direction and no host can run ahead. All other exchanges are pairwise: in round s, host i sends to host i+s and
 receives from host i-s. Long messages wait until their receiver is ready, so no two hosts send to a third at once. If
-they did, a slow link's queue would drop packets, and TCP would notice only after its timeout of 200 ms.
+they did, a slow link's queue would drop packets, and TCP would notice only after its timeout of 200 ms. Messages that
+fit into that queue together are sent to all hosts at once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from hvdtrain.sentinel import auth
 SMALL_BYTES = 2048
 """Vectors up to this size are sent whole to every host at once, which takes one latency instead of 2(h-1)"""
 QUEUE_BYTES = 32 * 1024
-"""How much the queue of a slow link holds when two hosts send at once"""
+"""How much the queue of a slow link holds when several hosts send at once"""
 NOTHING = np.empty(0, np.uint8)
 HEAD_BYTES = 16
 """Each rank's bytes in a gather are preceded by its rank and their length"""
@@ -51,7 +52,7 @@ def all_to_all_hops(nbytes: int, hosts: int, *, even: bool = False) -> int:
     """
     if hosts == 1:
         return 0
-    if nbytes <= SMALL_BYTES:
+    if _sent_at_once(nbytes, hosts):
         return 1
     return (hosts - 1) * (2 if _waits_for_receiver(nbytes, even) else 1)
 
@@ -59,6 +60,11 @@ def all_to_all_hops(nbytes: int, hosts: int, *, even: bool = False) -> int:
 def _sent_whole(nbytes: int, itemsize: int, hosts: int) -> bool:
     """Whether an all_reduce sends the whole vector to every host instead of using a ring."""
     return nbytes <= SMALL_BYTES or nbytes // itemsize < hosts
+
+
+def _sent_at_once(nbytes: int, hosts: int) -> bool:
+    """Whether an exchange of parts sends all of them before it receives any."""
+    return nbytes <= max(SMALL_BYTES, QUEUE_BYTES // (hosts - 1))
 
 
 def _waits_for_receiver(nbytes: int, even: bool) -> bool:
@@ -84,11 +90,11 @@ class TcpLeaderGroup(LeaderGroup):
         first = list(itertools.islice(parts, 1 if even else None))
         parts = itertools.chain(first, parts)
         largest = max((one.nbytes for one in first), default=0)
-        if small := largest <= SMALL_BYTES:  # fits into any queue: send all at once
+        if at_once := self.count > 1 and _sent_at_once(largest, self.count):
             for (target, _), one in zip(rounds, parts, strict=True):
                 self._swap(target, one, None)
         for target, source in rounds:
-            own = None if small else next(parts)
+            own = None if at_once else next(parts)
             if _waits_for_receiver(largest, even):  # wait for the receiver's ready token
                 self._swap(source, NOTHING, target)
             yield source, self._swap(target, own, source)

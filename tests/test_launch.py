@@ -473,7 +473,8 @@ def test_hosts_whose_short_names_are_equal_are_two_hosts(strategy: str, tmp_path
 @pytest.mark.root
 def test_polling_ranks_sleep_on_a_host_with_a_cpu_quota() -> None:
     """Open MPI yields while it waits, and the library that the launcher preloads turns each yield into a sleep."""
-    yields = "import os, resource as r; [os.sched_yield() for _ in range(100)]; print(f' {r.getrusage(r.RUSAGE_SELF)[14]} ')"
+    counted = "print(f' {r.getrusage(r.RUSAGE_SELF)[14]} ')"  # mpirun may join two ranks' lines: hence the spaces
+    yields = f"import os, resource as r; [os.sched_yield() for _ in range(100)]; {counted}"
     lab = Cluster(unique())
     assert lab.run("up", "--hosts", "a,b", "--cpu-share", "0.5").returncode == 0
     try:
@@ -481,7 +482,7 @@ def test_polling_ranks_sleep_on_a_host_with_a_cpu_quota() -> None:
     finally:
         assert lab.run("down").returncode == 0
     assert "LD_PRELOAD=" in done.stderr and "mpi_yield_when_idle=1" in done.stderr, done.stderr
-    sleeps = [int(word) for word in done.stdout.split()]  # mpirun may join two ranks' lines: hence the spaces
+    sleeps = [int(word) for word in done.stdout.split()]
     assert len(sleeps) == 2 and min(sleeps) >= 100, sleeps
 
 

@@ -33,7 +33,7 @@ def factors(matrices: Any) -> Any:
     """Orthogonal factors of matrices (k, m, n), in their type."""
     stack = Stack(list(matrices))
     stack._matrices.copy_(matrices)
-    stack.orthogonalise()
+    stack.orthogonalise(len(stack.factors))
     return stack.factors
 
 

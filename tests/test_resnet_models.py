@@ -40,7 +40,7 @@ from hvdtrain.records.metrics import Accuracy
 from hvdtrain.strategies.algorithms.synchronous import MAX_BUCKETS, Synchronous, buckets
 from hvdtrain.strategies.reducers.exact import Hierarchical
 from hvdtrain.system.exits import BAD_CONFIG, Failure
-from hvdtrain.training.framework import make_replica
+from hvdtrain.training.framework import load_first, make_replica
 
 SMALL = ResNetSpec(channels=1, classes=10, width=0.25)
 
@@ -378,6 +378,33 @@ def test_each_bucket_is_reported_during_backward_when_its_gradients_are_final(fr
         whole = np.concatenate([piece for _, piece, _ in reversed(strategy.reported)])
         np.testing.assert_array_equal(whole, replica.vector())
         assert whole[-2] == 16 and np.abs(whole[: strategy.begins[-1]]).sum() > 0
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "muon"])
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_updating_parts_equals_updating_all(framework: str, optimizer: Any) -> None:
+    spec, arrays = SMALL, batch(SMALL, (8, 8))
+    config = TrainConfig(framework=framework, device="cpu", optimizer=optimizer, weight_decay=0.1, threads=1)
+    world = connect(framework, backend="tcp")
+    shapes = in_vector(framework, list(parameters(spec).values()))
+    strategy = Recording(world, shapes, config, None, Hierarchical(shapes))
+    results = []
+    for parts in ([None], strategy.buckets()):
+        model: Any = (ResNetTorch if framework == "torch" else ResNetTF)(spec)
+        replica = make_replica(model, config, world, strategy, "cpu", Accuracy())
+        load_first(replica, initial_state(spec, 1))
+        for step in range(3):
+            replica.backward(Batch(arrays=arrays, weight=16, total_weight=16), 0.1, stop=False)
+            vector = replica.vector()
+            vector[:] = np.random.default_rng(step).normal(size=vector.size)
+            assert replica.updates_parts
+            for part in parts:
+                replica.apply(0.1, part)
+        results.append(replica.state())
+    one, other = results
+    assert len(parts) == MAX_BUCKETS and one.keys() == other.keys()
+    for name, array in one.items():
+        np.testing.assert_allclose(other[name], array, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 def test_arrays_that_the_loss_does_not_use_are_reported_with_the_others() -> None:

@@ -148,14 +148,15 @@ class Stack:
         for weight, velocity, matrix in zip(weights, velocities, self._matrices, strict=False):
             torch.add(weight.grad, velocity, alpha=momentum, out=velocity)
             torch.add(weight.grad, velocity, alpha=momentum, out=matrix.view(weight.shape))
-        self.orthogonalise()
+        self.orthogonalise(len(weights))
         for weight, factor in zip(weights, self.factors, strict=False):
             weight.add_(factor.view(weight.shape), alpha=-lr * self._scale)
 
-    def orthogonalise(self) -> None:
-        """Compute `factors`, with singular values near 1 and the singular vectors of the matrices."""
+    def orthogonalise(self, count: int) -> None:
+        """Compute the first `factors`, with singular values near 1 and the singular vectors of the matrices."""
         a, b, c = NEWTON_SCHULZ
-        matrices, gram, step, product, spare = self._matrices, self._gram, self._step, self._product, self._spare
+        memory = (self._matrices, self.factors, self._gram, self._step, self._product, self._spare)
+        matrices, factors, gram, step, product, spare = (each[:count] for each in memory)
         wide = matrices.shape[1] <= matrices.shape[2]
         left, right = (matrices, matrices.mT) if wide else (matrices.mT, matrices)
         if matrices.dtype == gram.dtype:
@@ -176,7 +177,7 @@ class Stack:
                 torch.bmm(step, gram, out=spare)
                 torch.bmm(spare, step, out=gram)
         small = product.to(matrices.dtype)
-        torch.bmm(*((small, matrices) if wide else (matrices, small)), out=self.factors)
+        torch.bmm(*((small, matrices) if wide else (matrices, small)), out=factors)
 
 
 def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ class PipelineTensorFlow(Parted, TensorFlowReplica):
         self._tail = tf.constant(self._pipe.train(self, batch, stop))
         self._gathered = False
         if self._in_backward:  # this is the only replica, so nothing is exchanged
-            self._apply_graph(self._gradients, tf.constant(lr, tf.float32))
+            self._run_update(self._gradients, lr, range(len(self._weights)))
 
     def through(self, number: int, batch: Batch, inputs: np.ndarray | None) -> tuple[np.ndarray | None, Any]:
         arrays = [tf.constant(array) for array in self._given(batch, inputs)]

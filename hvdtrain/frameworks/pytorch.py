@@ -105,6 +105,8 @@ class TorchReplica:
         self._scaler = torch.amp.GradScaler(
             self._device.type, init_scale=first_scale, enabled=config.precision == "fp16"
         )
+        self._parts: dict[range, list[list[torch.nn.Parameter]]] = {}
+        """For each of the optimizer's groups the parameters among some arrays"""
         self._trained, self._clip_norm = [each for _, each in trained], config.clip_norm
 
     def use(self, strategy: Strategy) -> None:
@@ -168,17 +170,39 @@ class TorchReplica:
     def share(self) -> tuple[int, int]:
         return self._samples
 
-    def apply(self, lr: float) -> None:
+    @property
+    def updates_parts(self) -> bool:
+        on_cpu = self._flat is not None and self._device.type == "cpu"
+        return on_cpu and not self._clip_norm and not self._scaler.is_enabled()  # these need all gradients
+
+    def apply(self, lr: float, arrays: range | None = None) -> None:
         if self._flat is not None:
             self._flat.take_gradients()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+        if arrays is not None:
+            self._update(arrays)
+            return
         with self._step.updating():
             if self._clip_norm:
                 self._scaler.unscale_(self._optimizer)
                 self._clip_gradients()
             self._scaler.step(self._optimizer)
         self._scaler.update()
+
+    def _update(self, arrays: range) -> None:
+        groups = self._optimizer.param_groups
+        if arrays not in self._parts:
+            some = {id(each) for each in self._trained[arrays.start : arrays.stop]}
+            self._parts[arrays] = [[each for each in group["params"] if id(each) in some] for group in groups]
+        every = [group["params"] for group in groups]
+        for group, part in zip(groups, self._parts[arrays], strict=True):
+            group["params"] = part
+        try:
+            self._optimizer.step()
+        finally:
+            for group, whole in zip(groups, every, strict=True):
+                group["params"] = whole
 
     def _clip_gradients(self) -> None:
         """Do what torch.nn.utils.clip_grad_norm_ does, in one piece if the gradients are one vector."""

@@ -7,6 +7,7 @@ Models and optimizers use TensorFlow's control flow, because AutoGraph would tak
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
@@ -120,7 +121,8 @@ class TensorFlowReplica:
         self._good_steps = tf.Variable(0, trainable=False)
         self._scaled = config.precision == "fp16"
         self._forward_graphs: dict[bool, Any] = {}
-        self._apply_graph = tf.function(self._apply, autograph=False)
+        self._update_graphs: dict[range, Any] = {}
+        """By the arrays that they update"""
         self._flat = FlatVariables(self._weights.values())
         self._vector = aligned(self._flat.size + metric.size + 1)
         self._gathered = False
@@ -175,7 +177,7 @@ class TensorFlowReplica:
                 return gradients, tail
             self._report(gradients, tail)
             return [], tail
-        self._apply(dense(self._world.in_framework.summed_gradients(tape, mean, weights), weights), lr)
+        self._apply(self._weights, dense(self._world.in_framework.summed_gradients(tape, mean, weights), weights), lr)
         return [], tail
 
     def _report(self, gradients: list[tf.Tensor], tail: tf.Tensor) -> None:
@@ -209,14 +211,26 @@ class TensorFlowReplica:
     def share(self) -> tuple[int, int]:
         return self._samples
 
-    def apply(self, lr: float) -> None:
-        if not self._in_backward:
-            gradients = list(self._gradients)
-            if self._gathered:
-                # On a GPU the next step may fill the vector while this one is still being copied from it.
-                to_tensor = shared_tensor if self.device == "cpu" else tf.constant
-                gradients = [to_tensor(gradient) for gradient in self._flat.split(self._vector)]
-            self._apply_graph(gradients, tf.constant(lr, tf.float32))
+    @property
+    def updates_parts(self) -> bool:
+        return self._gathered and self.device == "cpu" and not self._clip_norm and not self._scaled
+
+    def apply(self, lr: float, arrays: range | None = None) -> None:
+        if self._in_backward:
+            return
+        gradients, arrays = list(self._gradients), arrays or range(len(self._weights))
+        if self._gathered:
+            # On a GPU the next step may fill the vector while this one is still being copied from it.
+            to_tensor = shared_tensor if self.device == "cpu" else tf.constant
+            whole = self._flat.split(self._vector)
+            gradients = [to_tensor(whole[index]) for index in arrays]
+        self._run_update(gradients, lr, arrays)
+
+    def _run_update(self, gradients: list[tf.Tensor], lr: float, arrays: range) -> None:
+        if arrays not in self._update_graphs:
+            weights = dict(list(self._weights.items())[arrays.start : arrays.stop])
+            self._update_graphs[arrays] = tf.function(functools.partial(self._apply, weights), autograph=False)
+        self._update_graphs[arrays](gradients, tf.constant(lr, tf.float32))
 
     def weights(self) -> np.ndarray:
         return self._flat.weights()
@@ -224,23 +238,23 @@ class TensorFlowReplica:
     def set_weights(self, weights: np.ndarray) -> None:
         self._flat.set_weights(weights)
 
-    def _apply(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
+    def _apply(self, weights: dict[str, tf.Variable], gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
         if not self._scaled:
-            self._update(gradients, lr)
+            self._update(weights, gradients, lr)
             return
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])
         unscaled = [gradient / self._scale for gradient in gradients]
-        tf.cond(finite, lambda: self._update(unscaled, lr), lambda: None)
+        tf.cond(finite, lambda: self._update(weights, unscaled, lr), lambda: None)
         good_steps = tf.where(finite, self._good_steps + 1, 0)
         grows = good_steps == GROWTH_INTERVAL
         self._scale.assign(self._scale * tf.where(finite, tf.where(grows, GROWTH, 1.0), BACKOFF))
         self._good_steps.assign(tf.where(grows, 0, good_steps))
 
-    def _update(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
+    def _update(self, weights: dict[str, tf.Variable], gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
         if self._clip_norm:
             factor = tf.minimum(1.0, self._clip_norm / (tf.linalg.global_norm(gradients) + CLIP_EPSILON))
             gradients = [gradient * factor for gradient in gradients]
-        self._optimizer.update(self._weights, gradients, lr)
+        self._optimizer.update(weights, gradients, lr)
 
     def waited_s(self) -> float | None:
         return None if self._in_backward else 0.0

@@ -213,6 +213,7 @@ def traffic_of(profile: Profile, exchange: Exchange, cost: Cost, hosts: Sequence
         staleness=max(0, round(max(phase.needed_at for phase in cost.phases)) - 1),
         after_update=exchange.capabilities.local_updates,
         independent=cost.independent,
+        in_parts=exchange.reducer is not None and not exchange.capabilities.local_updates,
     )
 
 

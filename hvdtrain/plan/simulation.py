@@ -83,6 +83,8 @@ class Traffic:
     """Whether weights are exchanged after the update, instead of gradients before it"""
     independent: bool = False
     """Whether hosts do not wait for each other"""
+    in_parts: bool = False
+    """Whether the weights of each bucket are updated as soon as its sum has arrived"""
 
 
 class Processor:
@@ -140,7 +142,9 @@ class _Simulation:
         self.ends: list[list[float]] = [[] for _ in nodes]
         self._barriers: dict[tuple[int, ...], tuple[list[int], simpy.Event]] = {}
         self._events: dict[tuple[Any, ...], simpy.Event] = {}
-        self._fractions = sorted({message.ready for message in traffic.messages} | {1.0})
+        self._last = {message.ready: place for place, message in enumerate(traffic.messages)}
+        """The last message of the gradients that are ready then"""
+        self._fractions = sorted({*self._last, 1.0})
         for index, node in enumerate(nodes):
             processor = Processor(self.env, node.cores)
             self.env.process(self._compute(index, node, processor))
@@ -167,9 +171,13 @@ class _Simulation:
                     for fraction in self._fractions:
                         self._event("ready", index, number, fraction).succeed()
             arriving, rest = divmod(step + 1 - traffic.staleness, traffic.every)
-            if arriving > 0 and not rest and traffic.messages:
+            if traffic.in_parts and due:
+                for fraction in sorted(self._last):
+                    yield self._event("arrived", index, number, fraction)
+                    yield processor.run(used * node.update_s / len(self._last), node.threads)
+            elif arriving > 0 and not rest and traffic.messages:
                 yield self._event("done", index, arriving)
-            if not traffic.after_update:
+            if not traffic.after_update and not traffic.in_parts:
                 yield processor.run(used * node.update_s, node.threads)
             self.ends[index].append(self.env.now)
 
@@ -192,6 +200,8 @@ class _Simulation:
                     yield self.env.timeout(sum(delays))
                 yield self.env.timeout(transfer_s(node, message, first=index == 0, hosts=round(sum(self.copies))))
                 yield self._meet(number, place, 1)
+                if place == self._last[message.ready]:
+                    self._event("arrived", index, number, message.ready).succeed()
             self._event("done", index, number).succeed()
 
     def _meet(self, *key: int) -> simpy.Event:

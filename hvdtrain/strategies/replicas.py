@@ -68,8 +68,11 @@ class Vectors(Protocol):
     def share(self) -> tuple[int, int]:
         """Return the samples of the last backward pass: this rank's number and the number over all ranks."""
 
-    def apply(self, lr: float) -> None:
-        """Update the weights with the gradients, unless backward has done so.
+    updates_parts: bool
+    """Whether `apply` can update some arrays before others"""
+
+    def apply(self, lr: float, arrays: range | None = None) -> None:
+        """Update the weights with the gradients, unless backward has done so. `arrays`: only these.
 
         If `vector` was called, the gradients are those that the vector holds now.
         """

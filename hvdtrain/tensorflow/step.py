@@ -202,7 +202,9 @@ class Step:
     def share(self) -> tuple[int, int]:
         return 1, job.job().size
 
-    def apply(self, lr: float) -> None:
+    updates_parts = False
+
+    def apply(self, lr: float, arrays: range | None = None) -> None:
         self._due = True
         if not self._joined and self._made().capabilities.local_updates:
             self._events.put(True)

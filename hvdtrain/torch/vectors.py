@@ -131,7 +131,9 @@ class Parameters:
     def share(self) -> tuple[int, int]:
         return 1, self._ranks
 
-    def apply(self, lr: float) -> None:
+    updates_parts = False
+
+    def apply(self, lr: float, arrays: range | None = None) -> None:
         tail = to_host(self._flat.memory[self._flat.size :]) if self._requested else self.tail()
         if self._requested and self._overlap is not None:
             _, steady, changed, *_ = tail

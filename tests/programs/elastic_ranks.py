@@ -57,6 +57,8 @@ class Replica:
     def share(self) -> tuple[int, int]:
         return self._share
 
+    updates_parts = False
+
     def apply(self, lr: float) -> None:
         self.momentum *= np.float32(0.9)
         self.momentum += self.memory[:SIZE]

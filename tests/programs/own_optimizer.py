@@ -82,6 +82,8 @@ class Plain:
         self.vector()  # the gradients of a step without an exchange
         return 1, hvd.size()
 
+    updates_parts = False
+
     def apply(self, lr: float) -> None:
         self.velocity = np.float32(0.9) * self.velocity + self.gradients[:-3]
         self.set_weights(flat(self.net) - np.float32(LR) * self.velocity)

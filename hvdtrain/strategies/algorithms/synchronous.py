@@ -9,6 +9,9 @@ All ranks use the same order, and each bucket has its own reducer. After backwar
 remains to be waited for, if the exchange is not slower than backward. A reducer that needs all gradients at once, as
 topk does, has one bucket, and so has a replica that does not report its gradients.
 
+The weights of a bucket are updated as soon as its sum has arrived, while the next one is exchanged, if the replica
+`updates_parts`. In an elastic job all are updated at the end, because a lost host may cancel the step until then.
+
 Each bucket costs the latencies of one exchange. Backward and the thread share the processor, so on a rank with a single
 core the time for encoding is not hidden. So the first steps try one, two and four buckets (see `trial`). The grouping
 changes the order in which some reducers round, so `--buckets` fixes it for runs that must have equal bits.
@@ -50,10 +53,11 @@ MIN_NUMBERS = 1 << 14
 
 
 class Bucket(NamedTuple):
-    """A part of the vector, and the reducer that sums it."""
+    """A part of the vector, the reducer that sums it, and the arrays that it consists of."""
 
     span: slice
     reducer: Reducer
+    arrays: range
 
 
 class Synchronous(Strategy):
@@ -67,7 +71,7 @@ class Synchronous(Strategy):
         super().__init__(world, shapes, config, settings, reducer)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdtrain-exchange")
         """Exchanges while the replica computes"""
-        self._buckets = [Bucket(slice(0, self._size), self._reducer)]
+        self._buckets = [Bucket(slice(0, self._size), self._reducer, range(len(shapes)))]
         """In the order in which they are summed, the end of the vector first"""
         self._pending: list[Future[int]] = []
         """The sums of this step that began during backward; each returns the payload bytes sent"""
@@ -116,21 +120,25 @@ class Synchronous(Strategy):
         ranges = [range(self._reported[numbers[-1]].start, self._reported[numbers[0]].stop) for numbers in reported]
         borders = [0, *itertools.accumulate(math.prod(shape) for shape in self._shapes)]
         spans = [slice(borders[bucket.start], borders[bucket.stop]) for bucket in ranges]
-        self._buckets = [Bucket(*each) for each in zip(spans, self._reducer.split(ranges), strict=True)]
+        self._buckets = [Bucket(*each) for each in zip(spans, self._reducer.split(ranges), ranges, strict=True)]
         self._complete = [int(numbers[-1]) for numbers in reported]
 
     def on_bucket_ready(self, bucket: int, vector: Array, ready: Callable[[], None] | None = None) -> None:
         if ready:
             self._copies.append(ready)
         number = len(self._pending)
-        # `step`, which follows at once, sums the last one: handing it to the thread would take longer.
+        # `step` follows the last one at once, and may sum it itself: handing it to the thread would take longer.
         if bucket == self._complete[number] and number < len(self._buckets) - 1:
-            work = functools.partial(self._sum, number, vector, self._copies)
-            self._pending.append(self._thread.submit(self._in_background, vector, work))
-            self._copies = []
+            self._begin(number, vector)
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         return self._summed(replica, replica.vector(), lr, clock)
+
+    def _begin(self, number: int, vector: Array) -> None:
+        """Sum a bucket in the background."""
+        work = functools.partial(self._sum, number, vector, self._copies)
+        self._pending.append(self._thread.submit(self._in_background, vector, work))
+        self._copies = []
 
     @staticmethod
     def _in_background(vector: Array, work: Callable[[], int]) -> int:
@@ -142,17 +150,25 @@ class Synchronous(Strategy):
             finish(vector)
 
     def _summed(self, replica: Vectors, vector: Array, lr: float, clock: Clock) -> Exchanged:
+        in_parts, sent = bool(self._pending) and replica.updates_parts and not self._world.elastic, 0
+        if in_parts:
+            self._begin(len(self._pending), vector)
+        for number, bucket in enumerate(self._buckets):
+            with clock.span("communication"):
+                began = number < len(self._pending)
+                sent += self._pending[number].result() if began else self._sum(number, vector, self._copies)
+            if in_parts:
+                with clock.span("compute"):
+                    replica.apply(lr, bucket.arrays)
         with clock.span("communication"):
-            sent = sum(future.result() for future in self._pending)
-            for bucket in range(len(self._pending), len(self._buckets)):
-                sent += self._sum(bucket, vector, self._copies)
             if self._late_tail:
                 sent += self._reduced(None, vector[self._size :], 0)
             ranks = self._world.gather(self._trial.medians()) if self._trial and self._trial.is_last else None
             self._commit()
         self._pending, self._copies = [], []
         with clock.span("compute"):
-            replica.apply(lr)
+            if not in_parts:
+                replica.apply(lr)
             if self._trial:
                 self._go_on(self._trial, ranks)
         return Exchanged.of(vector[self._size :], sent)
@@ -172,7 +188,7 @@ class Synchronous(Strategy):
         """Sum a bucket over all ranks and return the payload bytes sent. The first one may include the tail."""
         for wait_for_copy in copies:
             wait_for_copy()
-        span, reducer = self._buckets[number]
+        span, reducer, _ = self._buckets[number]
         piece = vector[span] if number or self._late_tail else vector[span.start :]
         return self._reduced(reducer, piece, span.stop - span.start)
 
@@ -204,7 +220,7 @@ class Synchronous(Strategy):
     def regroup(self, replica: Vectors, state: dict[str, np.ndarray] | None = None) -> None:
         if state is not None:
             self.load(self.state() | state)
-        for _, reducer in self._buckets:
+        for _, reducer, _ in self._buckets:
             reducer.load(reducer.state())  # if a single host is left, it adds the residual to its next vector
 
     def state(self, *, newcomer: bool = False) -> dict[str, np.ndarray]:
@@ -229,13 +245,13 @@ class Synchronous(Strategy):
 
     def _arrays(self) -> dict[str, np.ndarray]:
         """The reducers' state, which does not depend on the number of buckets."""
-        states = [reducer.state() for _, reducer in reversed(self._buckets)]
+        states = [reducer.state() for _, reducer, _ in reversed(self._buckets)]
         if len(states) == 1:
             return states[0]
         return {name: np.concatenate([state[name] for state in states]) for name in states[0]}
 
     def _load_arrays(self, state: dict[str, np.ndarray]) -> None:
-        reducers = [reducer for _, reducer in reversed(self._buckets)]
+        reducers = [reducer for _, reducer, _ in reversed(self._buckets)]
         if len(reducers) == 1:
             reducers[0].load(state)
             return

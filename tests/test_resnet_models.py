@@ -387,9 +387,9 @@ def test_updating_parts_equals_updating_all(framework: str, optimizer: Any) -> N
     config = TrainConfig(framework=framework, device="cpu", optimizer=optimizer, weight_decay=0.1, threads=1)
     world = connect(framework, backend="tcp")
     shapes = in_vector(framework, list(parameters(spec).values()))
-    strategy = Recording(world, shapes, config, None, Hierarchical(shapes))
+    whole, divided = (cls(world, shapes, config, None, Hierarchical(shapes)) for cls in (Synchronous, Recording))
     results = []
-    for parts in ([None], strategy.buckets()):
+    for strategy, parts in ((whole, [None]), (divided, [None]), (divided, divided.buckets())):
         model: Any = (ResNetTorch if framework == "torch" else ResNetTF)(spec)
         replica = make_replica(model, config, world, strategy, "cpu", Accuracy())
         load_first(replica, initial_state(spec, 1))
@@ -397,14 +397,16 @@ def test_updating_parts_equals_updating_all(framework: str, optimizer: Any) -> N
             replica.backward(Batch(arrays=arrays, weight=16, total_weight=16), 0.1, stop=False)
             vector = replica.vector()
             vector[:] = np.random.default_rng(step).normal(size=vector.size)
-            assert replica.updates_parts
+            assert replica.updates_parts or strategy is whole
             for part in parts:
                 replica.apply(0.1, part)
         results.append(replica.state())
-    one, other = results
-    assert len(parts) == MAX_BUCKETS and one.keys() == other.keys()
-    for name, array in one.items():
-        np.testing.assert_allclose(other[name], array, rtol=1e-5, atol=1e-5, err_msg=name)
+    one, *others = results
+    assert len(parts) == MAX_BUCKETS
+    for other in others:
+        assert one.keys() == other.keys()
+        for name, array in one.items():
+            np.testing.assert_allclose(other[name], array, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 def test_arrays_that_the_loss_does_not_use_are_reported_with_the_others() -> None:

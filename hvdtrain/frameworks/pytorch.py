@@ -106,7 +106,7 @@ class TorchReplica:
             self._device.type, init_scale=first_scale, enabled=config.precision == "fp16"
         )
         self._parts: dict[range, list[list[torch.nn.Parameter]]] = {}
-        """For each of the optimizer's groups the parameters among some arrays"""
+        """By range of arrays: their parameters in each of the optimizer's groups"""
         self._trained, self._clip_norm = [each for _, each in trained], config.clip_norm
 
     def use(self, strategy: Strategy) -> None:
@@ -191,6 +191,7 @@ class TorchReplica:
         self._scaler.update()
 
     def _update(self, arrays: range) -> None:
+        """Make the optimizer's step for these arrays only."""
         groups = self._optimizer.param_groups
         if arrays not in self._parts:
             some = {id(each) for each in self._trained[arrays.start : arrays.stop]}

@@ -122,7 +122,7 @@ class TensorFlowReplica:
         self._scaled = config.precision == "fp16"
         self._forward_graphs: dict[bool, Any] = {}
         self._update_graphs: dict[range, Any] = {}
-        """By the arrays that they update"""
+        """By range of arrays: the graph that updates them"""
         self._flat = FlatVariables(self._weights.values())
         self._vector = aligned(self._flat.size + metric.size + 1)
         self._gathered = False
@@ -213,7 +213,7 @@ class TensorFlowReplica:
 
     @property
     def updates_parts(self) -> bool:
-        return self._gathered and self.device == "cpu" and not self._clip_norm and not self._scaled
+        return bool(self._buckets) and self.device == "cpu" and not self._clip_norm and not self._scaled
 
     def apply(self, lr: float, arrays: range | None = None) -> None:
         if self._in_backward:
@@ -222,9 +222,11 @@ class TensorFlowReplica:
         if self._gathered:
             # On a GPU the next step may fill the vector while this one is still being copied from it.
             to_tensor = shared_tensor if self.device == "cpu" else tf.constant
-            whole = self._flat.split(self._vector)
-            gradients = [to_tensor(whole[index]) for index in arrays]
-        self._run_update(gradients, lr, arrays)
+            gradients = [to_tensor(gradient) for gradient in self._flat.split(self._vector)]
+        # A strategy may join buckets. A graph for each of its choices would take seconds to build.
+        parts = [bucket for bucket in self._buckets if bucket.start in arrays] if self.updates_parts else [arrays]
+        for part in parts:
+            self._run_update(gradients[part.start : part.stop], lr, part)
 
     def _run_update(self, gradients: list[tf.Tensor], lr: float, arrays: range) -> None:
         if arrays not in self._update_graphs:

@@ -127,7 +127,7 @@ class Synchronous(Strategy):
         if ready:
             self._copies.append(ready)
         number = len(self._pending)
-        # `step` follows the last one at once, and may sum it itself: handing it to the thread would take longer.
+        # `step` follows the last one at once. It uses the thread only if it can update weights meanwhile.
         if bucket == self._complete[number] and number < len(self._buckets) - 1:
             self._begin(number, vector)
 
@@ -188,7 +188,7 @@ class Synchronous(Strategy):
         """Sum a bucket over all ranks and return the payload bytes sent. The first one may include the tail."""
         for wait_for_copy in copies:
             wait_for_copy()
-        span, reducer, _ = self._buckets[number]
+        span, reducer = self._buckets[number].span, self._buckets[number].reducer
         piece = vector[span] if number or self._late_tail else vector[span.start :]
         return self._reduced(reducer, piece, span.stop - span.start)
 
@@ -220,8 +220,8 @@ class Synchronous(Strategy):
     def regroup(self, replica: Vectors, state: dict[str, np.ndarray] | None = None) -> None:
         if state is not None:
             self.load(self.state() | state)
-        for _, reducer, _ in self._buckets:
-            reducer.load(reducer.state())  # if a single host is left, it adds the residual to its next vector
+        for bucket in self._buckets:  # if a single host is left, its reducers add the residual to the next vector
+            bucket.reducer.load(bucket.reducer.state())
 
     def state(self, *, newcomer: bool = False) -> dict[str, np.ndarray]:
         state = self._arrays()
@@ -245,13 +245,13 @@ class Synchronous(Strategy):
 
     def _arrays(self) -> dict[str, np.ndarray]:
         """The reducers' state, which does not depend on the number of buckets."""
-        states = [reducer.state() for _, reducer, _ in reversed(self._buckets)]
+        states = [bucket.reducer.state() for bucket in reversed(self._buckets)]
         if len(states) == 1:
             return states[0]
         return {name: np.concatenate([state[name] for state in states]) for name in states[0]}
 
     def _load_arrays(self, state: dict[str, np.ndarray]) -> None:
-        reducers = [reducer for _, reducer, _ in reversed(self._buckets)]
+        reducers = [bucket.reducer for bucket in reversed(self._buckets)]
         if len(reducers) == 1:
             reducers[0].load(state)
             return

@@ -19,9 +19,21 @@ def ddp(strategy: str, *words: str) -> list[str]:
 @pytest.mark.parametrize("strategy", ["hierarchical", "local-sgd:every=1", "auto"])
 def test_exact_exchanges_equal_one_process(strategy: str) -> None:
     """With accumulation, clipping, a scheduler and a GradScaler; SGD averaged after each step is exact too."""
-    report = document(launch(2, ddp(strategy, SCRIPT, "10"), "torchrun"))
+    done = launch(2, ddp(strategy, SCRIPT, "10"), "torchrun")
+    report = document(done)
     assert all(report["equal"])
     assert report["worst"] < 1e-6 < report["moved"]
+    assert done.stderr.count("replaces the script's communication hook fp16_compress_hook") == 1
+
+
+def test_float64_is_summed_as_float64_or_a_line_says_that_it_is_not() -> None:
+    done = launch(2, ddp("hierarchical", SCRIPT, "10", "--double"), "torchrun")
+    assert document(done)["worst"] < 1e-15
+    for strategy in ("powersgd:rank=4", "local-sgd:every=1"):
+        done = launch(2, ddp(strategy, SCRIPT, "3", "--double"), "torchrun")
+        report = document(done)
+        assert report["worst"] < report["moved"]
+        assert done.stderr.count(f"{strategy} exchanges float64 as float32") == 1
 
 
 def test_evaluations_and_checkpoints_see_equal_weights_and_a_run_resumes(tmp_path: Path) -> None:

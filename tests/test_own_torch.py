@@ -78,7 +78,7 @@ def test_gradients_are_sent_during_backward_once_steps_are_alike() -> None:
     learned, given_up = [False, False, True], [False, False]
     for script in ("plain", "accumulating", "with_useless_backward", "with_unused_layers"):
         assert overlapped[script][:3] == learned and all(overlapped[script][2:]), script
-    for script in ("with_useless_backward_late", "clipping_late", "one_rank_accumulates_more"):
+    for script in ("with_useless_backward_late", "clipping_late", "clamping_data_late", "one_rank_accumulates_more"):
         assert overlapped[script][:3] == learned and overlapped[script][-2:] == given_up, script
     assert not any(overlapped["clamping_data"])
 

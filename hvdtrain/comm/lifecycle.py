@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import socket
@@ -91,6 +94,14 @@ def guard(*, debug: bool) -> None:
         sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = on_uncaught
+
+
+def at_exit(function: Callable[..., object], *arguments: object) -> None:
+    """Call it when this process ends normally, also a rank that multiprocessing has forked, whose end skips atexit."""
+    if multiprocessing.parent_process() is None:
+        atexit.register(function, *arguments)
+    else:
+        multiprocessing.util.Finalize(None, function, arguments, exitpriority=0)
 
 
 def fail(failure: Failure) -> NoReturn:

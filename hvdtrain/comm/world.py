@@ -6,7 +6,6 @@ Without a launcher there is one rank, and Horovod is not imported.
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import os
 import socket
@@ -81,7 +80,7 @@ def watched(rendezvous: Rendezvous, stall_limit_s: float = LIMIT_S) -> RankGroup
     if isinstance(rendezvous, ViewRendezvous):
         rendezvous.channel.watch(stall_limit_s)
     lifecycle.report_to(sentinel)
-    atexit.register(sentinel.report_finished)
+    lifecycle.at_exit(sentinel.report_finished)
     group = RankGroup(rendezvous, sentinel, loopback)
     sentinel.join(group.gather)
     if joining and loopback.address != own:

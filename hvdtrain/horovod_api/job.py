@@ -175,11 +175,13 @@ def init(front: Front, comm: Any = None, process_sets: Any = None, strategy: str
             _group = _launched(front)
             name = WITHOUT_HOROVOD.get(launch_env().launcher)
             if name and _group.rendezvous.rank == 0 and strategy is None and os.environ.get(VARIABLE) is None:
-                _print(f"Horovod does not support {name}; using {exchange} (set {VARIABLE} to change it)")
+                say(f"Horovod does not support {name}; using {exchange} (set {VARIABLE} to change it)")
         if launch_env().launcher == "elastic" and process_sets:
             problem = "--elastic cannot be combined with process sets; hint: leave process_sets= out"
             raise Failure(problem, exits.BAD_CONFIG)
-        ranks.current = ranks.current or Job(_group, front.framework)
+        if ranks.current is None:
+            ranks.current = Job(_group, front.framework)
+            _leave_at_exit()
         sets.begin(comm, process_sets)
     _fronts[front.framework] = front
 
@@ -272,6 +274,11 @@ def leave() -> None:
             front.end_horovod()
 
 
+@functools.cache
+def _leave_at_exit() -> None:
+    lifecycle.at_exit(leave)
+
+
 def reconnect() -> None:
     """Connects the ranks of an elastic job that are left. Collective. Raises PeerLost or Failure (69)."""
     job().reconnect()
@@ -299,12 +306,13 @@ def _switch_to_tcp() -> None:
     if rendezvous.size > 1:  # later connections can no longer use Horovod to exchange addresses
         rendezvous = TcpCommunicator(rendezvous, group.endpoint)
     _group = dataclasses.replace(group, rendezvous=rendezvous)
+    _leave_at_exit()
     ranks.current = Job(_group, front.framework)  # all ranks are here, so none still needs Horovod
     ranks.current.sets = {number: tuple(members) for number, members in numbered.items()}
     for each in _fronts.values():
         each.end_horovod()
     if ranks.current.rank == 0:
-        _print(f"Horovod has shut down; hvdtrain's TCP backend takes over (set {VARIABLE} to start without Horovod)")
+        say(f"Horovod has shut down; hvdtrain's TCP backend takes over (set {VARIABLE} to start without Horovod)")
 
 
 def shutdown() -> None:
@@ -316,5 +324,6 @@ def shutdown() -> None:
     _fronts.clear()
 
 
-def _print(line: str) -> None:
+def say(line: str) -> None:
+    """Print a line on stderr."""
     print(f"hvdtrain: {line}", file=sys.stderr, flush=True)

@@ -8,7 +8,6 @@ empty: the samples of a step, the wait for its batch (part of compute_s), the ba
 
 from __future__ import annotations
 
-import atexit
 import os
 import re
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import records
+from hvdtrain.comm import lifecycle
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.horovod_api import exit_status, script
@@ -107,7 +107,7 @@ def begin(
     run_manifest.keep(manifest, folder, {}, world)
     _recorder = Recorder(world, config, manifest, folder, device, gather())
     exit_status.watch()
-    atexit.register(_at_exit, _recorder)
+    lifecycle.at_exit(_at_exit, _recorder)
     return steps()
 
 

@@ -51,7 +51,8 @@ def judge(hosts: Sequence[dict[str, Any]], limit_s: float) -> Stall | None:
         return Stall(absent, "")
     who = " and ".join(f"{numbers(ranks)} on {host}" for host, ranks in absent.items()) or "all ranks"
     what = "other ranks have waited for it" if absent else "the ranks call different collectives and have waited"
-    return Stall(absent, f"{who}: {what} for {wait_s:.0f} s, and no rank has made progress")
+    text = f"{who}: {what} for {wait_s:.0f} s, and no rank has made progress (HVDTRAIN_STALL_LIMIT={limit_s:g} x"
+    return Stall(absent, f"{text} {ENDS_AFTER}; 0: no limit)")
 
 
 class Rank:

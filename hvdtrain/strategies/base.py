@@ -68,6 +68,9 @@ class Strategy(abc.ABC):
         self._world, self._shapes, self._held = world, shapes, reducer
         self._size = elements(shapes)  # numbers of the gradients; the vector's tail follows them
 
+    averages = 0
+    """How often all ranks have got equal weights, if `capabilities.local_updates`"""
+
     @property
     def in_sync(self) -> bool:
         """Whether all ranks have the same weights now."""
@@ -135,6 +138,9 @@ class Strategy(abc.ABC):
     def synchronize(self, replica: Vectors, clock: Clock) -> Exchanged:
         """Wait for exchanges under way and give all ranks the same weights, before an evaluation. Collective."""
         return Exchanged()
+
+    def restart(self, replica: Vectors) -> None:  # noqa: B027 (only those with `local_updates`)
+        """A script has given the replica other weights, with which this rank continues."""
 
     def state(self, *, newcomer: bool = False) -> dict[str, np.ndarray]:
         """Return what this rank needs to continue as if it had never been interrupted.

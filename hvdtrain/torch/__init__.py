@@ -32,9 +32,9 @@ def ddp_hook(strategy: str) -> tuple[Any, Any]:
     For scripts that use torch.distributed under torchrun, which need not call `init`. Raises Failure if the strategy is
     not a reducer.
     """
-    from hvdtrain.torch.hook import Buckets
+    from hvdtrain.torch import hook
 
-    return Buckets(_FRONT, strategy), lambda state, bucket: state.hook(bucket)
+    return hook.Hook(hook.Buckets(strategy)), hook.exchange
 
 
 def attach(model: Any, optimizer: Any, *, strategy: str | None = None) -> None:

@@ -1,16 +1,16 @@
 """DistributedDataParallel, and the optimizers of an unmodified script, exchange by a strategy.
 
-With a reducer, DistributedDataParallel calls a hook with its gradients (`hook`). With local-sgd and `auto` it leaves
-them alone, and the optimizer exchanges in `step`: it is made an `Exchanging` one in place, because the script, its
-scheduler and its trainer hold it already.
+With a reducer, DistributedDataParallel calls a hook with its gradients (`hook`). With local-sgd and `auto` the hook
+returns them unsummed, and the optimizer exchanges in `step`: it is made an `Exchanging` one in place, because the
+script, its scheduler and its trainer hold it already.
 
-Between two averages the ranks' weights differ. What all ranks call together averages them (`TOGETHER`). Otherwise a
-script may evaluate or save on one rank only, so nothing can be sent. `eval()` and `state_dict()` then make the
-parameters hold the last average, which all ranks have, and the next training step puts the rank's own weights back.
+Between two averages the ranks' weights differ. `reading` says what the script sees of them. What all ranks call
+together averages them first (`TOGETHER`).
 """
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import os
 import sys
@@ -28,9 +28,9 @@ from hvdtrain.strategies.registry import DEFAULT_REDUCER
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 from hvdtrain.torch import api as horovod
+from hvdtrain.torch import hook, reading
 from hvdtrain.torch.automatic import Measuring
-from hvdtrain.torch.collectives import FRONT
-from hvdtrain.torch.exchanging import STATE, Exchanging
+from hvdtrain.torch.exchanging import STATE, Exchanging, unsupported
 from hvdtrain.torch.hook import Buckets, check_group, join
 from hvdtrain.torch.vectors import by_name
 from hvdtrain.training import profiled
@@ -53,58 +53,92 @@ TOGETHER = {
 
 _models = weakref.WeakKeyDictionary[Any, set[int]]()
 """Attached models, and the ids of the parameters whose optimizer exchanges"""
-_owners = weakref.WeakKeyDictionary[Any, Any]()
-"""Each module of an attached model -> a weak reference to the model"""
 _optimizers: list[weakref.ref[Any]] = []
 """Attached optimizers in the order in which they were made, which is the same on all ranks"""
 
 
 class Attached(Measuring):
-    """Begins to exchange when the model whose parameters it has is attached and computes for the first time."""
+    """Begins to exchange in its first step, if the model whose parameters it has is attached."""
 
     _begun = False
     exchanging = False
+    _updates_unused = False
     _early: dict[str, Any] | None = None
     """The exchange's state that was loaded before the first step"""
-    _own: list[torch.Tensor] | None = None
-    """This rank's weights while the parameters hold the last average"""
+    _copy: list[torch.Tensor] | None = None
+    """The last average, for forward passes until the next step"""
     _chosen_strategy: str
-    _seen: Any = None
-    """The strategy's common weights after the last step"""
+    _averages_seen = 0
+    _amp = False
+    """Whether the optimizer itself supports GradScaler's attributes"""
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """As in `Exchanging`, also in the step in which it begins."""
+        begins = not self._begun and any(map(self.trains, list(_models)))
+        return self.exchanging or begins or self._amp
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, supports: bool) -> None:
+        self._amp = supports
 
     def trains(self, model: Any) -> bool:
         """Whether it has parameters of this model."""
         return any(id(each) in _models[model] for group in self.param_groups for each in group["params"])
 
     def begin(self) -> None:
-        """Connect to the other ranks, once. Collective."""
+        """Connect to the other ranks, once. Collective. Raises Failure (78) for what no strategy supports."""
         self._targets = [model for model in list(_models) if self.trains(model)]
         is_planned = profiled.observer() is not None  # also without DistributedDataParallel, which one rank may omit
         if self._begun or not (self._targets or is_planned):
             return
-        join(FRONT, self._chosen_strategy)
-        self._begun = self.exchanging = self._step_supports_amp_scaling = True
-        _watch_together()
         exchange = job.exchange(self._chosen_strategy)
         assert exchange is not None
-        self._connect(exchange, by_name(self, None), average=True, sparse_as_dense=False)
-        if self._early is not None:
-            self._loaded = self._checked(self._early)
+        named = by_name(self, None)
+        if problem := unsupported(self, list(named.values())) or self._unaveraged(exchange):
+            raise Failure(f"strategy {self._chosen_strategy}: {problem}", exits.BAD_CONFIG)
+        if any(weight.dtype == torch.float64 for weight in named.values()):
+            hook.warn_of_float64(self._chosen_strategy)
+        join(self._chosen_strategy)
+        self._begun = self.exchanging = True
+        _watch_together()
+        self._connect(exchange, named, average=True, sparse_as_dense=False)
+        self.weights = list(named.values())
+        self._marks = reading.Marks(self.weights)
         if (rule := job.rule(self._chosen_strategy)) is not None or is_planned:
             self.measure(rule, horovod.Average)
+        if self._early is not None:
+            loaded = self._checked(self._early)
+            self._loaded = loaded if loaded["arrays"] else None
+        for model in self._targets:
+            reading.watch(model, self)
+
+    def _unaveraged(self, exchange: Exchange) -> str:
+        """Why averaging the parameters would not average the model; empty if it does."""
+        may_average = exchange.capabilities.local_updates or job.rule(self._chosen_strategy) is not None
+        if may_average and hasattr(self, "train") and hasattr(self, "eval"):
+            return (
+                f"{type(self).__name__} keeps weights of its own beside the parameters, which local-sgd does not "
+                "average; hint: use a reducer, such as int8"
+            )
+        return ""
 
     def step(self, closure: Any = None) -> Any:
         """Make a step, then average weights if they are due. Collective."""
         self.begin()
-        self.show_own()
         self._opt_called = True  # what a scheduler's wrapper would note
         if not self.exchanging:
             return super(Exchanging, self).step(closure)
-        loss = super().step(closure)
-        if self._local and (common := self._strategy.common_weights) is not self._seen:
-            self._seen = common
+        if any(model._join_config.enable for model in self._targets if isinstance(model, DistributedDataParallel)):
+            problem = f"strategy {self._exchange}: ranks with fewer batches (Join) would not take part in averages"
+            raise Failure(f"{problem}; hint: drop the last batches, or use a reducer, such as int8", exits.BAD_CONFIG)
+        loss, self._copy = super().step(closure), None
+        if self.exchanging and (not self._local or self._strategy.averages != self._averages_seen):
             for model in self._targets:  # its buffers follow rank 0's when it computes next, as in every step otherwise
                 model.require_forward_param_sync = True
+        if self.exchanging and self._local:
+            self._averages_seen = self._strategy.averages
+            self._marks.set()
         return loss
 
     step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # schedulers need not wrap it
@@ -116,32 +150,34 @@ class Attached(Measuring):
             super()._use(exchange, sparse)
             return
         self._parameters.remove_hooks()
-        self.exchanging = self._step_supports_amp_scaling = False
+        self.exchanging = False
         for model in self._targets:
-            _hook(model, str(exchange))
+            hook.of(model).sums = Buckets(str(exchange))
             model.require_backward_grad_sync = True
+
+    def averaged(self) -> None:
+        """The weights have been averaged outside `step`."""
+        self._copy = None
+        for model in self._targets:
+            model.require_forward_param_sync = True
+        self._averages_seen = self._strategy.averages
 
     # --- what others see ----------------------------------------------------------------------------------------
 
-    def average_now(self) -> None:
-        """Average weights that have changed since the last average. Collective."""
-        if self.exchanging and not self._strategy.in_sync:
-            self.show_own()
-            self.synchronize_weights()
+    @property
+    def drifted(self) -> bool:
+        """Whether this rank's weights may differ from the last average."""
+        return self.exchanging and not self._strategy.in_sync
 
-    @torch.no_grad()
-    def show_average(self) -> None:
-        """Let the parameters hold the last average. Equal on all ranks."""
-        if self.exchanging and self._own is None and (common := self._strategy.common_weights) is not None:
-            self._own = [weight.detach().clone() for weight in self._named.values()]
-            self._parameters.set_weights(common)
-
-    @torch.no_grad()
-    def show_own(self) -> None:
-        """Let the parameters hold this rank's own weights again."""
-        if self._own is not None:
-            torch._foreach_copy_(list(self._named.values()), self._own)
-            self._own = None
+    def average(self, *, kept: bool) -> list[torch.Tensor] | None:
+        """See `reading.Averaging`."""
+        if not (self.exchanging and self._local) or (common := self._strategy.common_weights) is None:
+            return None
+        if self._marks.changed():
+            return None
+        copy = self._copy or self._parameters.shaped(common)
+        self._copy = None if kept else copy
+        return copy
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state and, under "exchange", what belongs to the last average."""
@@ -157,7 +193,6 @@ class Attached(Measuring):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state. Another rank's, such as one file for all ranks, is enough."""
-        self._own = None  # of before
         if self.exchanging:
             super().load_state_dict(state_dict)
         else:
@@ -168,6 +203,10 @@ class Attached(Measuring):
         if self.exchanging:
             raise ValueError("local-sgd needs all parameters; hint: add groups before the first step")
         super(Exchanging, self).add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Copies and pickles are optimizers as the script made them: connections belong to this one only."""
+        return copyreg._reconstructor, (type(self).__bases__[1], object, None), self.__getstate__()  # type: ignore[attr-defined]
 
 
 def attach(model: Any, optimizer: torch.optim.Optimizer, *, strategy: str | None = None) -> None:
@@ -188,38 +227,37 @@ def attach(model: Any, optimizer: torch.optim.Optimizer, *, strategy: str | None
 def attach_model(model: Any, strategy: str) -> bool:
     """Let a model exchange by a strategy. Collective. Returns whether its optimizer has to be converted."""
     wrapped = isinstance(model, DistributedDataParallel)
-    join(FRONT, strategy)
+    join(strategy)
+    if job.rule(strategy) and job.job().world().hosts_count == 1:
+        strategy = DEFAULT_REDUCER
+    sums = wrapped and _fits_hook(strategy)
+    if any(each.is_complex() for each in model.parameters()) and not (sums and strategy == DEFAULT_REDUCER):
+        hint = f"train torch.view_as_real of them, or use {DEFAULT_REDUCER}"
+        raise Failure(f"strategy {strategy}: complex parameters cannot be exchanged; hint: {hint}", exits.BAD_CONFIG)
     if wrapped:
         check_group(model)
     else:
         horovod.broadcast_parameters(model.state_dict(), root_rank=0)
-    if job.rule(strategy) and job.job().world().hosts_count == 1:
-        strategy = DEFAULT_REDUCER
-    if wrapped and _fits_hook(strategy):
-        _models[model] = set()
-        _hook(model, strategy)
-        return False
-    _models[model] = {id(each) for each in model.parameters()}
-    _owners.update(dict.fromkeys(model.modules(), weakref.ref(model)))
-    model.register_forward_pre_hook(_before_forward)
-    _watch_modules()
+    _models[model] = set() if sums else {id(each) for each in model.parameters()}
     if wrapped:
-        model.require_backward_grad_sync = False
-    return True
+        hook.register(model, strategy if sums else None)
+        model.require_backward_grad_sync = sums
+    return not sums
 
 
 def convert(optimizer: torch.optim.Optimizer, strategy: str) -> None:
     """Make the optimizer an `Attached` one in place."""
-    amp = getattr(optimizer, "_step_supports_amp_scaling", False)
+    amp = optimizer.__dict__.pop("_step_supports_amp_scaling", False)
     optimizer.__dict__.pop("step", None)  # a scheduler may have wrapped it
     optimizer.__class__ = type(type(optimizer).__name__, (Attached, type(optimizer)), {})
-    optimizer._step_supports_amp_scaling, optimizer._chosen_strategy = amp, strategy
+    optimizer._amp, optimizer._chosen_strategy = amp, strategy
     _optimizers.append(weakref.ref(optimizer))
 
 
 def watch_script(strategy: str) -> None:
     """From now on, attach every DistributedDataParallel and every optimizer that this process makes."""
     made, set_up = DistributedDataParallel.__init__, torch.optim.Optimizer.__init__
+    register_hook, start = DistributedDataParallel.register_comm_hook, torch.multiprocessing.start_processes
 
     @functools.wraps(made)
     def wrap(self: Any, *arguments: Any, **named: Any) -> None:
@@ -231,9 +269,27 @@ def watch_script(strategy: str) -> None:
         set_up(self, *arguments, **named)
         convert(self, strategy)
 
-    DistributedDataParallel.__init__ = wrap
+    @functools.wraps(register_hook)
+    def keep(self: Any, state: Any, function: Any) -> None:
+        if not isinstance(state, hook.Hook) and self in _models:
+            name = getattr(function, "__qualname__", function)
+            if job.job().rank == 0:
+                job.say(f"strategy {strategy} replaces the script's communication hook {name}")
+            return
+        register_hook(self, state, function)
+
+    @functools.wraps(start)
+    def refuse(*arguments: Any, start_method: str = "spawn", **named: Any) -> Any:
+        if start_method != "fork":  # the new processes would not pass through hvdtrain.ddp
+            problem = "hvdtrain.ddp: this script starts its own ranks (torch.multiprocessing.spawn)"
+            hint = "let torchrun start them, or call hvd.attach in each"
+            raise Failure(f"{problem}, which would train without hvdtrain; hint: {hint}", exits.BAD_CONFIG)
+        return start(*arguments, start_method=start_method, **named)
+
+    DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook = wrap, keep
     if not _fits_hook(strategy):
         torch.optim.Optimizer.__init__ = begin
+    torch.multiprocessing.start_processes = torch.multiprocessing.spawn.__globals__["start_processes"] = refuse
     register_optimizer_step_pre_hook(_check_model)
 
 
@@ -250,49 +306,6 @@ def _fits_hook(strategy: str) -> bool:
     return not (job.rule(strategy) or profiled.observer()) and parse(strategy).algorithm is None
 
 
-def _hook(model: DistributedDataParallel, strategy: str) -> None:
-    model.register_comm_hook(Buckets(FRONT, strategy), lambda state, bucket: state.hook(bucket))
-
-
-def _of(model: Any) -> list[Attached]:
-    """The optimizers of a model."""
-    return [each for made in _optimizers if (each := made()) is not None and each.trains(model)]
-
-
-def _before_forward(model: Any, _: Any) -> None:
-    trains = getattr(model, "module", model).training and torch.is_grad_enabled()
-    for optimizer in _of(model):
-        if trains:
-            optimizer.begin()  # before a GradScaler lets ranks skip steps
-            optimizer.show_own()
-        else:
-            optimizer.show_average()
-
-
-@functools.cache
-def _watch_modules() -> None:
-    """From now on, `eval` and `state_dict` of attached models show the last average."""
-    train, state_dict = torch.nn.Module.train, torch.nn.Module.state_dict
-
-    def show(module: Any) -> None:
-        if module in _owners and (model := _owners[module]()) is not None:
-            for optimizer in _of(model):
-                optimizer.show_average()
-
-    @functools.wraps(train)
-    def train_shown(self: Any, mode: bool = True) -> Any:
-        if not mode:
-            show(self)
-        return train(self, mode)
-
-    @functools.wraps(state_dict)
-    def state_dict_shown(self: Any, *arguments: Any, **named: Any) -> Any:
-        show(self)
-        return state_dict(self, *arguments, **named)
-
-    torch.nn.Module.train, torch.nn.Module.state_dict = train_shown, state_dict_shown
-
-
 @functools.cache
 def _watch_together() -> None:
     """From now on, the functions of TOGETHER average first, if the script has loaded them."""
@@ -307,10 +320,20 @@ def _watch_together() -> None:
 def _averaging(function: Any) -> Any:
     @functools.wraps(function)
     def averaged(*arguments: Any, **named: Any) -> Any:
-        of_some_ranks = function.__name__ == "barrier" and any((*arguments[:1], named.get("group")))
-        for each in () if of_some_ranks else _optimizers:
-            if (optimizer := each()) is not None:
-                optimizer.average_now()
+        if function.__name__ != "barrier" or not any((*arguments[:1], named.get("group"))):
+            _average_all()
         return function(*arguments, **named)
 
     return averaged
+
+
+def _average_all() -> None:
+    """Average the weights of all optimizers that have not done so since their last step. Collective.
+
+    The ranks may have collected different ones of those that their scripts no longer use.
+    """
+    present = {number: each for number, made in enumerate(_optimizers) if (each := made()) is not None}
+    drifted = [number for number, each in present.items() if each.drifted]
+    for number in sorted(set.intersection(*map(set, horovod.allgather_object(drifted, name="drifted")))):
+        present[number].synchronize_weights()
+        present[number].averaged()

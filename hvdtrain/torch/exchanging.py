@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import inspect
 import json
 import warnings
+import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +46,10 @@ class Exchanging(Skipping):
     """Whether steps exchange. Otherwise they are the wrapped optimizer's steps."""
     _overlaps = True
     """Whether gradients may be sent during backward"""
+    _updates_unused = True
+    """Whether parameters that no rank uses are updated too, with zeros as gradients, as in Horovod"""
+    has_loaded = False
+    """Whether the script has loaded weights since the last step"""
 
     def _connect(
         self, exchange: Exchange, named: dict[str, torch.nn.Parameter], *, average: bool, sparse_as_dense: bool
@@ -103,7 +110,11 @@ class Exchanging(Skipping):
             divided=self._average,
             careful=careful,
             overlaps=self._overlaps,
+            updates_unused=self._updates_unused,
         )
+        if self._local:
+            _averaging.add(self)
+            _watch_loads()
 
     def _reconnect(self) -> None:
         """If a host was lost, make the strategy again for the ranks that are left. Collective."""
@@ -181,6 +192,9 @@ class Exchanging(Skipping):
         with self._clock.span("communication"):
             if not self._parameters.joined:  # as in Horovod, allgathers of ranks that have not joined raise an error
                 self._exchange_rows()
+        if self.has_loaded:
+            self.has_loaded = False
+            self._strategy.restart(self._parameters)
         done = self._strategy.step(self._parameters, 0.0, self._clock)
         sent_bytes = done.sent_bytes
         if self._parameters.must_repeat:
@@ -284,6 +298,7 @@ class Exchanging(Skipping):
         arrays = {name: np.array(array.cpu()) for name, array in loaded["arrays"].items()}
         self._strategy.load(arrays if self._is_own(loaded) else self._strategy.reshard_state([arrays]))
         self._compared = not self._local or not loaded["in_sync"]
+        self.has_loaded = False  # `_compare` checks the weights
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, and this rank's state of the exchange under "exchange"."""
@@ -316,6 +331,7 @@ class Exchanging(Skipping):
         super().load_state_dict(state_dict)
         self._synchronized, self._deferred = False, None
         self._loaded, self._compared = loaded, False
+        self._parameters.pause()  # `step` shares this state first
 
     def _accepts(self, strategy: str) -> bool:
         """Whether the state of this strategy can be loaded."""
@@ -340,3 +356,37 @@ class Exchanging(Skipping):
         if problem:
             raise ValueError(f"this state_dict cannot be loaded: {problem}")
         return state
+
+
+def unsupported(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], passes: int = 1) -> str:
+    """Return why no strategy supports the optimizer; empty if one does."""
+    if any(each.is_complex() for each in parameters):
+        return "complex parameters cannot be exchanged; hint: train torch.view_as_real of them"
+    if passes <= 0:
+        return "backward_passes_per_step must be > 0"
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        return (
+            f"{type(optimizer).__name__} evaluates its closure a different number of times on each rank; hint: use SGD"
+        )
+    return ""
+
+
+_averaging = weakref.WeakSet[Exchanging]()
+"""Optimizers whose ranks average weights"""
+
+
+@functools.cache
+def _watch_loads() -> None:
+    """From now on, weights that a script loads begin a new round (see `LocalSGD.restart`)."""
+    load = torch.nn.Module.load_state_dict
+
+    @functools.wraps(load)
+    def load_state_dict(self: Any, *arguments: Any, **named: Any) -> Any:
+        result = load(self, *arguments, **named)
+        loaded = {id(weight) for weight in self.parameters()}
+        for optimizer in _averaging:
+            optimizer.has_loaded |= not loaded.isdisjoint(map(id, optimizer._named.values()))
+        return result
+
+    torch.nn.Module.load_state_dict = load_state_dict

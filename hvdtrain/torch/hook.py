@@ -25,9 +25,10 @@ from hvdtrain.strategies import Reducer, parse
 from hvdtrain.strategies.registry import DEFAULT_REDUCER
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
+from hvdtrain.torch.collectives import FRONT
 
 
-def join(front: job.Front, strategy: str) -> None:
+def join(strategy: str) -> None:
     """Connect the ranks of torch.distributed, or else of the launcher, for a strategy. Collective.
 
     Raises Failure (78) if scripts cannot use the strategy, or the launcher has numbered the ranks differently.
@@ -37,7 +38,7 @@ def join(front: job.Front, strategy: str) -> None:
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if launch_env().launcher == "alone" and ranks[1] > 1:  # processes that the script has started itself
         os.environ |= {"HVDTRAIN_TORCH_RANK": str(ranks[0]), "HVDTRAIN_TORCH_SIZE": str(ranks[1])}
-    job.init(front, strategy=strategy)
+    job.init(FRONT, strategy=strategy)
     job.exchange(strategy)  # takes over if Horovod carries the calls
     if dist.is_initialized() and ranks != (own := (job.job().rank, job.job().size)):
         has, launched = ("rank {} of {}".format(*each) for each in (ranks, own))
@@ -54,17 +55,62 @@ def check_group(model: DistributedDataParallel) -> None:
         raise Failure(f"{problem}; hint: {hint}", exits.BAD_CONFIG)
 
 
-class Buckets:
-    """The hook's state."""
+class Hook:
+    """The state of a hook of DistributedDataParallel, which `exchange` is. Copies and pickles of a model have none."""
 
-    def __init__(self, front: job.Front, strategy: str) -> None:
+    def __init__(self, sums: Buckets | None) -> None:
+        self.sums = sums
+        """Sums the gradients; None leaves each rank its own"""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def exchange(state, bucket):  # type: ignore[no-untyped-def] # PyTorch would not take annotations that are strings
+    """Return a future of a bucket's gradients."""
+    if state.sums is not None:
+        return state.sums.hook(bucket)
+    buffer = bucket.buffer()
+    future: Any = torch.futures.Future(devices=[buffer.device] if buffer.device.type != "cpu" else None)
+    future.set_result(buffer)
+    return future
+
+
+def register(model: DistributedDataParallel, strategy: str | None) -> None:
+    """Let a strategy sum the model's gradients; None: nobody, whatever sets `require_backward_grad_sync`. Collective.
+
+    Raises Failure (78) if the script has registered a hook.
+    """
+    if model._comm_hooks:
+        name = getattr(model._comm_hooks[0][0], "__qualname__", "")
+        problem = f"strategy {strategy}: the script has registered the communication hook {name}"
+        raise Failure(f"{problem}; hint: leave register_comm_hook out", exits.BAD_CONFIG)
+    if strategy not in (None, DEFAULT_REDUCER) and any(each.dtype == torch.float64 for each in model.parameters()):
+        warn_of_float64(strategy)
+    model.register_comm_hook(Hook(None if strategy is None else Buckets(strategy)), exchange)
+
+
+def of(model: DistributedDataParallel) -> Hook:
+    """The hook that `register` gave a model."""
+    return next(state for _, state in model._comm_hooks if isinstance(state, Hook))
+
+
+def warn_of_float64(strategy: str) -> None:
+    if job.job().rank == 0:
+        job.say(f"{strategy} exchanges float64 as float32; {DEFAULT_REDUCER} keeps float64")
+
+
+class Buckets:
+    """Sums the gradients of each bucket."""
+
+    def __init__(self, strategy: str) -> None:
         """Collective. Raises Failure (78) if `strategy` is not a reducer."""
         exchange, exact = parse(strategy), parse(DEFAULT_REDUCER)
         if exchange.algorithm is not None or exchange.reducer is None:
             problem = "a hook sums the gradients of one step; hint: name a reducer, or use hvdtrain.ddp"
             raise Failure(f"ddp_hook {strategy!r}: {problem}", exits.BAD_CONFIG)
         assert exact.reducer is not None
-        join(front, strategy)
+        join(strategy)
         self._exact, self._chosen, self._world = exact.reducer, exchange.reducer, job.job().world()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdtrain-hook")
         self._reducers: dict[tuple[Any, ...], Reducer] = {}
@@ -72,12 +118,16 @@ class Buckets:
         self._vectors: dict[int, Any] = {}
         """The memory of each bucket that is copied, whose last exchange has ended when the next one begins"""
         self._is_first_step = True
+        self._is_exact = str(exchange) == DEFAULT_REDUCER
 
     def hook(self, bucket: Any) -> Any:
         """Return a future of the bucket's mean over ranks."""
         if self._is_first_step and bucket.index() == 0:
             self._check_group()
         buffer = bucket.buffer()
+        if self._is_exact and (buffer.dtype == torch.float64 or buffer.is_complex()):
+            self._is_first_step &= not bucket.is_last()
+            return self._by_torch(buffer)
         reducer = self._reducer(bucket.index(), [tuple(parameter.shape) for parameter in bucket.parameters()])
         self._is_first_step &= not bucket.is_last()
         on_gpu = buffer.device.type != "cpu"
@@ -103,10 +153,16 @@ class Buckets:
         self._thread.submit(exchange)
         return future
 
+    @staticmethod
+    def _by_torch(buffer: torch.Tensor) -> Any:
+        """What the reducers would round: types that PyTorch sums exactly."""
+        summed = dist.all_reduce(buffer.div_(dist.get_world_size()), async_op=True).get_future()
+        return summed.then(lambda done: done.value()[0])
+
     def _check_group(self) -> None:
         """Ends the job with code 78 if DistributedDataParallel has fewer ranks, because PyTorch does not tell hooks."""
         for model in (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)):
-            if any(state is self for _, state in model._comm_hooks):
+            if any(getattr(state, "sums", None) is self for _, state in model._comm_hooks):
                 try:
                     check_group(model)
                 except Failure as failure:

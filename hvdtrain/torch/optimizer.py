@@ -6,7 +6,6 @@ optimizer's step.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -19,7 +18,7 @@ from hvdtrain.strategies.registry import DEFAULT_REDUCER
 from hvdtrain.torch import api as horovod
 from hvdtrain.torch.api import Average, Compression, global_process_set
 from hvdtrain.torch.automatic import Measuring
-from hvdtrain.torch.exchanging import Exchanging
+from hvdtrain.torch.exchanging import Exchanging, unsupported
 from hvdtrain.torch.recorded import recorded
 from hvdtrain.torch.vectors import by_name, derived, evaluated, step_evaluated
 from hvdtrain.training import profiled
@@ -64,7 +63,7 @@ def DistributedOptimizer(
         by_horovod = str(exchange) == DEFAULT_REDUCER and bool(problem or has_doubles) and not measures
         if rule is not None and has_doubles:
             problem = problem or f"auto exchanges float64 as float32; hint: use {DEFAULT_REDUCER}, which keeps float64"
-        if problem := _unsupported(optimizer, parameters, backward_passes_per_step) or ("" if by_horovod else problem):
+        if problem := unsupported(optimizer, parameters, backward_passes_per_step) or ("" if by_horovod else problem):
             name = exchange if rule is None else "auto"
             raise ValueError(f"DistributedOptimizer, strategy {name}: {problem}")
         if has_doubles and not by_horovod:
@@ -102,20 +101,6 @@ def DistributedOptimizer(
     if isinstance(new, Measuring):
         new.measure(rule, op)
     return new
-
-
-def _unsupported(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], passes: int) -> str:
-    """Return why no strategy supports the optimizer; empty if one does."""
-    if any(each.is_complex() for each in parameters):
-        return "complex parameters cannot be exchanged; hint: train torch.view_as_real of them"
-    if passes <= 0:
-        return "backward_passes_per_step must be > 0"
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        return (
-            f"{type(optimizer).__name__} evaluates its closure a different number of times on each rank; hint: use SGD"
-        )
-    return ""
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:

@@ -25,7 +25,7 @@ class Mark(NamedTuple):
 
     gradient: torch.Tensor
     version: int
-    norm: torch.Tensor | None
+    norm: torch.Tensor
 
 
 class Overlap:
@@ -54,13 +54,17 @@ class Overlap:
         """The number of buckets that were sent in this step."""
         return self._hooks.next
 
+    def pause(self) -> None:
+        """Send nothing in the step that begins."""
+        self._hooks.active = False
+
     def remove(self) -> None:
         self._hooks.remove()
 
     def _report(self, number: int) -> None:
         for index in self._buckets[number]:
             if (gradient := self._parameters[index].grad) is not None:
-                self._marks[index] = Mark(gradient, gradient._version, None)
+                self._marks[index] = Mark(gradient, gradient._version, gradient.detach().norm())
         self._send(number)
 
     def _observe(self, index: int) -> None:
@@ -71,14 +75,18 @@ class Overlap:
     def changed(self) -> bool:
         """Whether a gradient has changed since it was sent or observed. Called in `step`."""
         number = self.sent if self.active else len(self._buckets)
-        return any(self._has_changed(index) for bucket in self._buckets[:number] for index in bucket)
-
-    def _has_changed(self, index: int) -> bool:
-        mark, gradient = self._marks.get(index), self._parameters[index].grad
-        if mark is None or gradient is None:
-            return mark is not None or gradient is not None
-        same = gradient is mark.gradient and gradient._version == mark.version
-        return not same or (mark.norm is not None and not torch.equal(gradient.detach().norm(), mark.norm))
+        indices = [index for bucket in self._buckets[:number] for index in bucket]
+        marks = [self._marks.get(index) for index in indices]
+        gradients = [self._parameters[index].grad for index in indices]
+        for mark, gradient in zip(marks, gradients, strict=True):
+            if mark is None or gradient is None:
+                if mark is not None or gradient is not None:
+                    return True
+            elif gradient is not mark.gradient or gradient._version != mark.version:
+                return True
+        before = [mark.norm for mark in marks if mark is not None]
+        now = [gradient.detach().norm() for gradient in gradients if gradient is not None]
+        return bool(now) and not torch.equal(torch.stack(now).nan_to_num(), torch.stack(before).nan_to_num())
 
     def is_steady(self) -> bool:
         """Whether this step was like the one before, so that the next one's gradients may be sent during backward."""

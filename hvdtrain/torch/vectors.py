@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from hvdtrain.torch.overlap import Overlap
 
 TAIL = 6
 """Numbers that follow the gradients: the loss (unknown here), `Overlap.is_steady`, `Overlap.changed`, whether this rank
-has joined (`hvd.join`), the samples, and whether gradients were not finite"""
+has joined (`hvd.join`), the samples, and whether gradients were not finite. Before the samples there may be flags."""
 JOINED = 3
 """Index in the tail"""
 
@@ -41,6 +41,7 @@ class Parameters:
         divided: bool,
         careful: bool,
         overlaps: bool = True,
+        updates_unused: bool = True,
     ) -> None:
         """Allocates the vector. Collective.
 
@@ -52,10 +53,13 @@ class Parameters:
             divided: Whether gradients are divided by the number of ranks, so that their sum is the mean.
             careful: Whether the strategy must not see gradients that are not finite.
             overlaps: Whether the strategy may exchange during backward.
+            updates_unused: Whether parameters that no rank uses are updated too, with zeros as gradients.
         """
         self._update, self._strategy = update, strategy
         self._ranks, self._divided, self._careful = ranks, divided, careful
         self._parameters = list(named.values())
+        self._flags = 0 if updates_unused else len(self._parameters)
+        """How many numbers of the tail say whether a rank uses a parameter"""
         devices = {parameter.device for parameter in self._parameters}
         self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")
         self._flat = self._new_flat()
@@ -77,13 +81,18 @@ class Parameters:
         self._overlap = Overlap(self._buckets, self._parameters, self._send) if self._buckets else None
 
     def _new_flat(self) -> FlatGradients:
-        flat = FlatGradients(self._parameters, TAIL, self._device)
+        flat = FlatGradients(self._parameters, TAIL + self._flags, self._device)
         flat.use(self._strategy)
         return flat
 
     def remove_hooks(self) -> None:
         if self._overlap:
             self._overlap.remove()
+
+    def pause(self) -> None:
+        """Send no gradients during the next backward pass."""
+        if self._overlap:
+            self._overlap.pause()
 
     @property
     def exchanges_in_backward(self) -> bool:
@@ -118,15 +127,16 @@ class Parameters:
         if wait := self._flat.piece(begin, end):
             wait()
         self._requested = True
-        tail = np.array([0, steady, changed, 0, 1, self._lost], np.float32)
+        used = [each.grad is not None for each in self._parameters[: self._flags]]
+        tail = np.array([0, steady, changed, 0, *used, 1, self._lost], np.float32)
         if self.joined:
             self._flat.memory[:] = 0
-            tail[:] = 0, 1, 0, 1, 1, 0
+            tail[:] = 0, 1, 0, 1, *np.zeros(self._flags), 1, 0
         self._flat.memory[self._flat.size :] = placed_like(tail, self._flat.memory)
         return self._flat.memory
 
     def tail(self) -> np.ndarray:
-        return np.array([0.0, 0.0, 0.0, self.joined, 1.0, 0.0])
+        return np.array([0.0, 0.0, 0.0, self.joined, *np.zeros(self._flags), 1.0, 0.0])
 
     def share(self) -> tuple[int, int]:
         return 1, self._ranks
@@ -142,7 +152,8 @@ class Parameters:
         if self.must_repeat or self.discards or self.joined:
             self._requested = False
             return
-        self._return_gradients(infinite=tail[-1] > 0)
+        unused = np.flatnonzero(tail[JOINED + 1 : -2] == 0) if self._requested else ()
+        self._return_gradients(infinite=tail[-1] > 0, unused=set(map(int, unused)))
         self._update()
 
     @torch.no_grad()
@@ -154,6 +165,12 @@ class Parameters:
     @torch.no_grad()
     def set_weights(self, weights: Array) -> None:
         torch._foreach_copy_(self._parameters, self._flat.split(torch.as_tensor(weights, device=self._device)))
+
+    @torch.no_grad()
+    def shaped(self, weights: Array) -> list[torch.Tensor]:
+        """Copies of weights in the parameters' shapes and types."""
+        parts = self._flat.split(torch.as_tensor(weights, device=self._device))
+        return [part.to(each.dtype, copy=True) for part, each in zip(parts, self._parameters, strict=True)]
 
     # --- gradients ----------------------------------------------------------------------------------------------
 
@@ -198,10 +215,11 @@ class Parameters:
         return begin, end
 
     @torch.no_grad()
-    def _return_gradients(self, *, infinite: bool) -> None:
+    def _return_gradients(self, *, infinite: bool, unused: Container[int]) -> None:
         """Gives the vector's gradients to the parameters, if the strategy has asked for the vector.
 
-        `infinite`: some rank's gradients were not finite, so all ranks treat the sum as infinite.
+        `infinite`: some rank's gradients were not finite, so all ranks treat the sum as infinite. `unused`: indices of
+        parameters that get none.
         """
         self._exchanged, self._requested = self._requested, False
         if not self._exchanged:
@@ -210,7 +228,9 @@ class Parameters:
         if infinite:
             self._flat.gradients.fill_(torch.inf)
         for index, (parameter, view) in enumerate(zip(self._parameters, self._flat.views, strict=True)):
-            if index in self._sparse_dims:
+            if index in unused:
+                parameter.grad = None
+            elif index in self._sparse_dims:
                 parameter.grad = view.to(parameter.dtype).to_sparse(self._sparse_dims[index])
             elif parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr():
                 gradient = view.detach().to(device=parameter.device, dtype=parameter.dtype)

@@ -1,7 +1,10 @@
 """A DistributedDataParallel script without a line of hvdtrain, with accumulation, clipping, a scheduler and a scaler.
 
-Usage: own_ddp.py STEPS [CHECKPOINT]. Resumes from CHECKPOINT, which rank 0 saves at the end. Rank 0 prints JSON: what
-each rank saw of the weights in the middle and at the end, and the distance to one process with the whole batch.
+It also registers a communication hook, as Accelerate does if it is asked to.
+
+Usage: own_ddp.py STEPS [CHECKPOINT | --double]. Resumes from CHECKPOINT, which rank 0 saves at the end. Rank 0 prints
+JSON: what each rank saw of the weights in the middle and at the end, and the distance to one process with the whole
+batch. --double: with float64.
 """
 
 from __future__ import annotations
@@ -14,21 +17,25 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
-steps, path = int(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None
+steps, double = int(sys.argv[1]), "--double" in sys.argv
+path = Path(sys.argv[2]) if len(sys.argv) > 2 and not double else None
+dtype = torch.float64 if double else torch.float32
 
 
 def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(12, 24), torch.nn.Tanh(), torch.nn.Dropout(0.0), torch.nn.Linear(24, 3))
+    net.to(dtype)
     return net, torch.optim.SGD(net.parameters(), lr=0.1)
 
 
 def batch(step: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(1000 * step + part)
-    return torch.randn(8, 12, generator=draw), torch.randint(3, (8,), generator=draw)
+    return torch.randn(8, 12, generator=draw).to(dtype), torch.randint(3, (8,), generator=draw)
 
 
 def crc(state: dict[str, torch.Tensor]) -> int:
@@ -46,6 +53,7 @@ first = dist.new_group([0])
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
 scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 ddp = torch.nn.parallel.DistributedDataParallel(net)
+ddp.register_comm_hook(None, fp16_compress_hook)
 begin = 0
 if path is not None and path.exists():
     kept = torch.load(path)
@@ -73,7 +81,8 @@ for step in range(begin, steps):
     middle.append(collect(crc(net.state_dict())) if step in (4, 5) else None)
 final = collect(crc(ddp.state_dict()))
 net.eval()
-shown = collect(crc({name: each.detach() for name, each in net.named_parameters()}))
+with torch.no_grad():
+    shown = collect(crc({"output": net(batch(0, 0)[0])}))
 if rank == 0:
     if path is not None:
         torch.save({"model": ddp.state_dict(), "optimizer": optimizer.state_dict(), "step": steps}, path)

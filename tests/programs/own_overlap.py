@@ -85,6 +85,16 @@ def clamping_data(net: torch.nn.Module, rank: int) -> Iterator[None]:
         yield
 
 
+def clamping_data_late(net: torch.nn.Module, rank: int) -> Iterator[None]:
+    for step in range(8):
+        net.zero_grad()
+        loss(net, step, rank).backward()
+        for parameter in net.parameters():
+            assert parameter.grad is not None
+            parameter.grad.data.clamp_(*((-1e-3, 1e-3) if step > 4 else (-1e3, 1e3)))
+        yield
+
+
 def with_unused_layers(net: torch.nn.Module, rank: int) -> Iterator[None]:
     """Ranks use different layers."""
     for step in range(8):
@@ -146,6 +156,24 @@ def skipping() -> None:
             optimizer.step()
 
 
+def loading(strategy: str) -> None:
+    """A state that is loaded while gradients are sent during backward continues from where it was saved."""
+    ends = []
+    for loads in (False, True):
+        net = model()
+        optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=LR), strategy=strategy)
+        for step in range(12):
+            optimizer.zero_grad()
+            loss(net, step, hvd.rank()).backward()
+            if loads and step == 9:  # while they are being sent
+                optimizer.state_dict()
+            optimizer.step()
+            if loads and step in (5, 8):
+                optimizer.load_state_dict(optimizer.state_dict())
+        ends.append(torch.nn.utils.parameters_to_vector(net.parameters()).detach().numpy())
+    np.testing.assert_array_equal(*ends, err_msg=strategy)
+
+
 def joining(strategy: str, exact: bool) -> None:
     """Rank 0 has 4 batches, twice, and rank 1 has 7. A rank that has joined counts as zeros."""
     net, one = model(), model()
@@ -175,6 +203,7 @@ def joining(strategy: str, exact: bool) -> None:
 hvd.init()
 report = {}
 scripts = [plain, accumulating, with_useless_backward, with_useless_backward_late, clipping_late, clamping_data]
+scripts.append(clamping_data_late)
 for script in (*scripts, with_unused_layers, one_rank_accumulates_more):
     weights, overlapped = distributed(script, "hierarchical")
     np.testing.assert_allclose(weights, alone(script, hvd.size()), rtol=2e-5, atol=2e-6, err_msg=script.__name__)
@@ -182,6 +211,8 @@ for script in (*scripts, with_unused_layers, one_rank_accumulates_more):
 one, _ = distributed(plain, "powersgd:rank=8")
 np.testing.assert_allclose(np.linalg.norm(one - alone(plain, hvd.size())) / np.linalg.norm(one), 0, atol=0.02)
 skipping()
+for strategy in ("hierarchical", "powersgd:rank=8", "int8"):
+    loading(strategy)
 joining("hierarchical", exact=True)
 for strategy in ("powersgd:rank=8", "int8", "local-sgd:every=2", "local-sgd:every=2,staleness=1+powersgd:rank=8"):
     joining(strategy, exact=False)

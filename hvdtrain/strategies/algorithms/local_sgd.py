@@ -23,6 +23,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
@@ -53,7 +54,7 @@ class InFlight(NamedTuple):
     own: Array
     """This rank's change; empty without staleness, when nobody asks for it"""
     change: Array
-    """This rank's weighted change followed by totals; after the exchange, the mean over ranks"""
+    """This rank's weighted change, whether it has restarted, and totals; after the exchange, the sums over ranks"""
     sent_bytes: Future[int]
     steps: int = 0
     samples: int = 0
@@ -63,13 +64,15 @@ class InFlight(NamedTuple):
     """This rank's totals of the round"""
     before: dict[str, np.ndarray] = {}  # noqa: RUF012 (a default that nobody changes)
     """In an elastic job: the reducer's state before the exchange, as soon as it has begun"""
+    void: bool = False
+    """Whether the mean is not used, because this rank has got other weights since (see `LocalSGD.restart`)"""
 
 
 class LocalSGD(Synchronous):
     """A rank's weights are `_anchor` plus its own changes.
 
     All ranks have the same bits in `_anchor`. Adding the changes that are being exchanged gives `_began`, and adding
-    the change of the current round gives the weights.
+    the change of the current round gives the weights. What a script writes to the weights is part of that change.
     """
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,6 +105,8 @@ class LocalSGD(Synchronous):
         self._in_flight: collections.deque[InFlight] = collections.deque()
         self._steps = 0  # of the whole run
         self._interrupted_steps = 0  # 1 while one of the first steps exchanges gradients
+        self._restarted = False
+        """Whether this rank's round began with weights that its script has loaded"""
         self._drifted, self._samples, self._all_samples = 0, 0, 0  # steps and samples of the current round
         self._tail = np.zeros(1)  # sum of the current round's tails
         self._began: Array = np.zeros(0, np.float32)
@@ -135,12 +140,12 @@ class LocalSGD(Synchronous):
             vector, self._interrupted_steps = replica.vector(), 1
             vector[: self._size] *= samples / all_samples  # was a mean over this rank's samples
             exchanged = self._summed(replica, vector, lr, clock)
-            self._interrupted_steps = 0
+            self._interrupted_steps, self.averages = 0, self.averages + 1
             if self._steps == self.settings.start:
                 self._reducer.drop_residual()  # a residual of gradients is not one of weight changes
             return exchanged
         with clock.span("compute"):
-            if self.in_sync:
+            if not len(self._anchor):
                 self._set_anchor(replica.weights())
             elif not self._placed:
                 self._place(replica.weights())
@@ -196,7 +201,7 @@ class LocalSGD(Synchronous):
         """End the round and start the exchange of its change."""
         with clock.span("compute"):
             weights, xp = replica.weights(), array_namespace(self._anchor)
-            change = self._array(self._size + self._tail.size)
+            change = self._array(self._size + 1 + self._tail.size)
             own = self._array(self._size) if self.settings.staleness else change[: self._size]
             xp.subtract(weights, self._began, out=own)
             xp.multiply(own, self._samples / self._all_samples, out=change[: self._size])
@@ -206,7 +211,9 @@ class LocalSGD(Synchronous):
                 self._began[...] = weights
             else:
                 own = own[:0]
-            change[self._size :] = placed_like(self._tail.astype(np.float32), change)
+            totals = np.array([self._restarted, *self._tail], np.float32)
+            change[self._size :] = placed_like(totals, change)
+            self._restarted = False
         before: dict[str, np.ndarray] = {}
         work = functools.partial(self._exchange, change, before, handover(change))
         sent = self._thread.submit(self._in_background, change, work)
@@ -245,20 +252,29 @@ class LocalSGD(Synchronous):
                         raise
                     break  # `settle` decides
             self._in_flight.popleft()
-            tails.append(to_host(flight.change[self._size :]))
-            with clock.span("compute"):
-                self._take(flight, replica)
+            restarts, *tail = to_host(flight.change[self._size :])
+            tails.append(np.array(tail))
+            with clock.span("communication"):
+                agree = not restarts or self._starts_agree(replica, restarts)
+            if agree:
+                with clock.span("compute"):
+                    self._take(flight, replica)
         return self._arrived(tails, sent, loss)
 
     def _take(self, flight: InFlight, replica: Vectors) -> None:
         """Replace this rank's own change by the mean."""
+        if flight.void:
+            self._release(flight.own, flight.change)
+            return
+        self.averages += 1
         self._anchor += self._outer(flight.change[: self._size])
         began = self._anchor
         if self._in_flight:
             began = self._array(self._size)
             began[...] = self._anchor
             for other in self._in_flight:
-                began += other.own
+                if not other.void:
+                    began += other.own
         if self._drifted:  # the weights are `_began` plus the change of the current round
             weights = self._array(self._size)
             array_namespace(weights).subtract(replica.weights(), self._began, out=weights)
@@ -269,6 +285,40 @@ class LocalSGD(Synchronous):
             replica.set_weights(began)
         self._release(self._began, flight.own, flight.change)
         self._began = began
+
+    def restart(self, replica: Vectors) -> None:
+        """The round continues from the script's weights, and no change from before counts.
+
+        The steps until the next average do not change. That exchange tells whether all ranks have restarted.
+        """
+        if self._world.elastic or self._steps < self.settings.start:
+            return
+        self._void_flights()
+        self._set_anchor(replica.weights())
+        self._reducer.drop_residual()
+        self._restarted = True
+
+    def _void_flights(self) -> None:
+        wait([flight.sent_bytes for flight in self._in_flight])  # the reducer is idle
+        self._in_flight = collections.deque(flight._replace(void=True) for flight in self._in_flight)
+
+    def _starts_agree(self, replica: Vectors, restarts: float) -> bool:
+        """Whether all ranks have restarted with the same weights, so that their changes can be averaged. Collective.
+
+        Otherwise the ranks' weights are averaged exactly.
+        """
+        wait([flight.sent_bytes for flight in self._in_flight])
+        if restarts == self._world.size and len(set(self._world.gather(zlib.crc32(to_host(self._anchor).data)))) == 1:
+            return True
+        mean = to_host(replica.weights()) / np.float32(self._world.size)
+        self._world.reduce(mean)
+        replica.set_weights(placed_like(mean, self._anchor))
+        self._void_flights()
+        self._set_anchor(replica.weights())
+        self._reducer.drop_residual()
+        self._velocity[...] = 0
+        self.averages += 1
+        return False
 
     def _arrived(self, tails: Sequence[np.ndarray], sent: int, loss: float) -> Exchanged:
         if not tails:
@@ -292,7 +342,7 @@ class LocalSGD(Synchronous):
                 raise error
             if error is None or (counts and not undone):
                 counts &= error is None
-                tails.append(to_host(flight.change[self._size :]))
+                tails.append(to_host(flight.change[self._size + 1 :]))
                 self._take(flight, replica)
             else:
                 undone.append(flight)
@@ -325,21 +375,21 @@ class LocalSGD(Synchronous):
         return mean
 
     def state(self, *, newcomer: bool = False) -> dict[str, np.ndarray]:
-        due = [
-            (flight.due, flight.sent_bytes.result()) for flight in self._in_flight
-        ]  # waits until the reducer is idle
+        due = [  # waits until the reducer is idle
+            (flight.due, flight.sent_bytes.result(), flight.void) for flight in self._in_flight
+        ]
         inner = {f"inner.{name}": array for name, array in self._reducer.state().items()}
         state = {"steps": np.array(self._steps), "velocity": to_host(self._velocity).copy(), **inner}
         if newcomer:
             state.pop(f"inner.{self._reducer.residual_key}", None)
-            round_ = np.array([self._drifted, 0, self._all_samples])
+            round_ = np.array([self._drifted, 0, self._all_samples, False])
             return state | {"totals": np.zeros_like(self._tail), "round": round_}
         if self.in_sync:
             return state
-        state["round"] = np.array([self._drifted, self._samples, self._all_samples])
+        state["round"] = np.array([self._drifted, self._samples, self._all_samples, self._restarted])
         state |= {"began": to_host(self._began).copy(), "anchor": to_host(self._anchor).copy()}
         state["totals"] = self._tail.copy()
-        state["in_flight"] = np.array(due, np.int64).reshape(-1, 2)
+        state["in_flight"] = np.array(due, np.int64).reshape(-1, 3)
         for age, flight in enumerate(self._in_flight):
             own, change = to_host(flight.own), to_host(flight.change)
             state |= {f"own.{age}": own.copy(), f"change.{age}": change.copy()}
@@ -354,19 +404,20 @@ class LocalSGD(Synchronous):
         self._steps, self._velocity, self._placed = int(state["steps"]), state["velocity"].copy(), False
         self._reducer.load(reducer_state(state))
         self._in_flight.clear()
-        self._drifted, self._samples, self._all_samples = (int(n) for n in state.get("round", (0, 0, 0)))
+        self._drifted, self._samples, self._all_samples, restarted = (int(n) for n in state.get("round", (0, 0, 0, 0)))
+        self._restarted = bool(restarted)
         self._tail = state.get("totals", np.zeros(1)).copy()
         self._tail[-1] = 0  # the requests have been handled
         if "began" in state:
             self._began, self._anchor = state["began"].copy(), state["anchor"].copy()
         else:
             self._began = self._anchor = np.zeros(0, np.float32)
-        for age, (due, sent) in enumerate(state.get("in_flight", ())):
+        for age, (due, sent, void) in enumerate(state.get("in_flight", ())):
             arrived: Future[int] = Future()
             arrived.set_result(int(sent))
             change = state[f"change.{age}"].copy()
             change[-1] = 0
-            self._in_flight.append(InFlight(int(due), state[f"own.{age}"].copy(), change, arrived))
+            self._in_flight.append(InFlight(int(due), state[f"own.{age}"].copy(), change, arrived, void=bool(void)))
 
     def reshard_state(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         first = self._world.rank == 0

@@ -224,6 +224,7 @@ class Synchronous(Strategy):
             bucket.reducer.load(bucket.reducer.state())
 
     def state(self, *, newcomer: bool = False) -> dict[str, np.ndarray]:
+        wait(self._pending)  # until no reducer is in use
         state = self._arrays()
         if newcomer:
             state.pop(self._reducer.residual_key, None)
@@ -233,6 +234,7 @@ class Synchronous(Strategy):
 
     def load(self, state: dict[str, np.ndarray]) -> None:
         """Raises Failure (78) for the state of another model or of other settings."""
+        wait(self._pending)
         arrays = dict(state)
         step, count = arrays.pop("buckets", [TRIAL_ENDED, 0])
         if self._reported and count and not self._fixed_count:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import fake_hosts
@@ -133,3 +134,23 @@ def test_a_quarter_and_an_eighth_of_the_bytes() -> None:
     assert sent_bytes(10_000, 4, 32) == exact
     assert sent_bytes(10_000, 4, 8) == 2 * 3 * 40 * 68 == pytest.approx(exact / 4, rel=0.1)
     assert sent_bytes(10_000, 4, 4) == 2 * 3 * 40 * 36 == pytest.approx(exact / 8, rel=0.2)
+
+
+def test_code_is_compiled_again_if_it_is_damaged_and_a_line_says_if_it_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", "cc -O2")
+    load = compiled.loops.__wrapped__
+    assert load()
+    (library,) = (tmp_path / "hvdtrain").iterdir()
+    library.unlink()
+    library.touch()
+    assert load() and library.stat().st_size
+    library.unlink()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nope")
+    assert load() and not capfd.readouterr().err
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert load() is None
+    line = capfd.readouterr().err
+    assert line.count("\n") == 1 and "; hint: " in line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -37,6 +38,7 @@ class GradientHooks:
         self.next = 0
         """The bucket that is reported next"""
         self._report, self._repeated, self._observe = report, repeated, observe
+        self._lock = threading.RLock()  # with a model on several GPUs, each has a thread that calls hooks
         self._bucket_of = {index: number for number, bucket in enumerate(buckets) for index in bucket}
         self._missing: list[int] = []
         """For each bucket, the number of gradients that are not final yet"""
@@ -76,4 +78,5 @@ class GradientHooks:
 
 def _computed(hooks: weakref.ref[GradientHooks], index: int, parameter: torch.nn.Parameter) -> None:
     if this := hooks():
-        this.computed(index)
+        with this._lock:
+            this.computed(index)

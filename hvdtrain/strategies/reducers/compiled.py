@@ -12,13 +12,15 @@ import functools
 import hashlib
 import os
 import platform
-import shutil
+import shlex
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 
+from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.system import files
 from hvdtrain.system.exits import Failure
 
@@ -30,24 +32,39 @@ COMPILE_S = 60.0
 
 @functools.cache
 def loops() -> ctypes.CDLL | None:
-    """Return the library; None if it cannot be compiled or stored here."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    source = Path(__file__).with_name("coding.c")
-    if compiler is None:
+    """Return the library; None, with a line on stderr, if it cannot be compiled here."""
+    try:
+        return _declared(_library())
+    except (OSError, Failure, subprocess.SubprocessError) as error:
+        if launch_env().local_rank == 0:
+            said = getattr(error, "stderr", None) or str(error).encode()
+            reason = said.decode(errors="replace").strip().partition("\n")[0]
+            what = f"coding takes 3 to 10 times as long, because C code cannot be compiled: {reason}"
+            print(f"hvdtrain: {what}; hint: install gcc, or set CC", file=sys.stderr, flush=True)
         return None
+
+
+def _library() -> ctypes.CDLL:
+    """Load the library from the cache, or compile it. Raises OSError, Failure or SubprocessError."""
+    source = Path(__file__).with_name("coding.c")
     key = hashlib.sha256(" ".join([source.read_text(), *FLAGS, platform.machine(), *platform.libc_ver()]).encode())
-    with contextlib.suppress(OSError, Failure, subprocess.SubprocessError):
-        library = files.cache_folder() / f"coding-{key.hexdigest()[:16]}.so"
-        if not library.exists():
-            library.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # several ranks may compile it
-                made = Path(folder, library.name)
-                command = [compiler, *FLAGS, str(source), "-o", str(made), "-lm"]
-                subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
-                made.replace(library)
-        if library.stat().st_uid in (0, os.getuid()):  # another user could have written it into a shared cache
-            return _declared(ctypes.CDLL(str(library)))
-    return None
+    cached = None
+    with contextlib.suppress(OSError, Failure):  # no cache, or a damaged file in it
+        cached = files.cache_folder() / f"coding-{key.hexdigest()[:16]}.so"
+        if cached.stat().st_uid in (0, os.getuid()):  # another user could have written it into a shared cache
+            return ctypes.CDLL(str(cached))
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder, "coding.so")
+        command = [*shlex.split(os.environ.get("CC") or "cc"), *FLAGS, str(source), "-o", str(made), "-lm"]
+        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+        library = ctypes.CDLL(str(made))
+        with contextlib.suppress(OSError):
+            if cached is not None:
+                cached.parent.mkdir(parents=True, exist_ok=True)
+                with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as copy:
+                    copy.write(made.read_bytes())
+                Path(copy.name).replace(cached)  # several ranks may do so
+        return library
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:

@@ -129,7 +129,7 @@ def decode(message: Array, into: Array, bits: int, how: int = SET) -> None:
     """
     xp, size = array_namespace(into), len(into)
     blocks = -(-len(message) // message_bytes(1, bits))
-    if size > LENGTH * blocks or len(message) < 4 * blocks + size * bits // 8:
+    if size > LENGTH * blocks or len(message) < 4 * blocks + -(-size * bits // 8):
         raise RuntimeError(f"a message of {len(message)} bytes has fewer than {size} numbers of {bits} bits")
     if is_numpy(into) and (c := compiled.loops()):
         scales, numbers = message[: 4 * blocks], message[4 * blocks :]

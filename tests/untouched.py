@@ -7,6 +7,7 @@ the names of these tests.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -39,28 +40,43 @@ def links() -> State:
         name = f"the queue of {line.split(' dev ')[-1].split()[0]}"
         state[name] = state.get(name, "") + re.sub(r" refcnt \d+", "", line)
     for path in Path("/sys/class/net").glob("*/mtu"):
-        state[f"the MTU of {path.parent.name}"] = path.read_text().strip()
+        with contextlib.suppress(OSError):  # another program has just removed it
+            state[f"the MTU of {path.parent.name}"] = path.read_text().strip()
     return state
 
 
-def left(mark: str) -> set[str]:
+def below(folder: Path, unread: set[str], depth: int = 1) -> Iterator[Path]:
+    """What the folder and its folders hold, `depth` levels of them. Notes in `unread` what this user may not list."""
+    try:
+        entries = [*os.scandir(folder)]
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        unread.add(f"{folder}: {error.strerror}")
+        return
+    for entry in entries:
+        yield Path(entry)
+        if depth > 1 and entry.is_dir(follow_symlinks=False):
+            yield from below(Path(entry), unread, depth - 1)
+
+
+def left(mark: str, unread: set[str]) -> set[str]:
     """Namespaces, links, mounts, folders of clusters and control groups with `mark` in their names."""
-    cgroups = Path("/sys/fs/cgroup")
-    folders = [
-        *(Path("/run/netns"), Path("/run/hvdtrain"), Path("/run/hvdtrain/pins"), Path("/sys/class/net"), cgroups),
-        *cgroups.glob("*/"),
-    ]
-    entries = [str(path) for folder in folders if folder.is_dir() for path in folder.iterdir()]
+    folders = {"/run/netns": 1, "/run/hvdtrain": 1, "/run/hvdtrain/pins": 1, "/sys/class/net": 1, "/sys/fs/cgroup": 2}
+    entries = [str(path) for folder, depth in folders.items() for path in below(Path(folder), unread, depth)]
     mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
     return {name for name in (*entries, *mounts) if mark in Path(name).name}
 
 
-def files() -> State:
+def files(unread: set[str]) -> State:
     """When the user's files were changed, and new files in the checkout."""
     untracked = _output("git", "-C", str(ROOT), "ls-files", "--others", "--exclude-standard")
-    paths = [path for folder in FILES for path in folder.rglob("*") if path.name not in EXPECTED]
-    paths += [ROOT / name for name in untracked]
-    return {str(path): f"of {path.lstat().st_mtime_ns} ns" for path in paths if not path.is_dir()}
+    paths = [path for folder in FILES for path in below(folder, unread, 99) if path.name not in EXPECTED]
+    state: State = {}
+    for path in [*paths, *(ROOT / name for name in untracked)]:
+        with contextlib.suppress(OSError):  # another program has just removed it
+            state |= {} if path.is_dir() else {str(path): f"of {path.lstat().st_mtime_ns} ns"}
+    return state
 
 
 class Untouched:
@@ -68,22 +84,29 @@ class Untouched:
 
     def __init__(self, mark: str) -> None:
         self._mark = f"t{mark}"
-        self._links, self._files = links(), files()
+        self._unread: set[str] = set()
+        """Folders that this user may not list"""
+        self._links, self._files = links(), files(self._unread)
         self._found: list[str] = []
 
     def _differences(self) -> Iterator[str]:
-        yield from (f"{name} was left" for name in left(self._mark))
-        for before, after, new in (self._links, links(), False), (self._files, files(), True):
+        yield from (f"{name} was left" for name in left(self._mark, self._unread))
+        for before, after, new in (self._links, links(), False), (self._files, files(self._unread), True):
             for name in before.keys() | after.keys():
                 if (was := before.get(name)) != (now := after.get(name)) and (new or (was and now)):
                     yield f"{name} was {was or 'not there'} and is {now or 'not there'}"
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        self._found = sorted(self._differences())
+        try:
+            self._found = [f"the tests changed this machine: {line}" for line in sorted(self._differences())]
+        except Exception as error:  # raised here, it would cost pytest's summary
+            self._found = [f"whether the tests changed this machine is unknown: {error!r}"]
         if self._found:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for line in self._found:
-            terminalreporter.write_line(f"the tests changed this machine: {line}", red=True)
+            terminalreporter.write_line(line, red=True)
+        for line in sorted(self._unread):
+            terminalreporter.write_line(f"not checked for changes by the tests: {line}")

@@ -1,7 +1,8 @@
 """What a user runs in the first hour, with the packages that `make demo` installs: every command that `hvdtrain --help`
 lists, and the first example of each workload. Stops at the first one that fails or asks for a package.
 
-Usage: first_hour.py FOLDER, with the environment active. It needs no root, and writes to the empty folder only.
+Usage: first_hour.py FOLDER, with the environment active. It needs no root, and writes to the empty folder only. With
+--session, the README's session follows, in the checkout and with sudo, without its last line: its cluster stays up.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from PIL import Image
 
 from hvdtrain import cli
 
+ROOT = Path(__file__).parent.parent.parent
 RUN = "--width 0.125 --image-size 8 --batch-size 48 --epochs 1 --run-dir"
 COMMANDS = {
     "python -m hvdtrain.resnet --epochs 2 --width 0.25": (),
@@ -78,6 +80,12 @@ def prepare(folder: Path) -> None:
     (folder / "captions/captions.txt").write_text("\n".join([*described, ""]))
 
 
+def session() -> str:
+    """The README's session without `cluster.sh down`, each command printed before it runs."""
+    block = (ROOT / "README.md").read_text().partition("<!-- session -->\n```bash\n")[2].partition("```")[0]
+    return "\n".join(["set -ex", *block.splitlines()[:-1]])
+
+
 def main(folder: Path) -> int:
     listed = {f"hvdtrain {' '.join(words)}" for words in cli.COMMANDS}
     if missing := [name for name in listed if not any(f"{line} ".startswith(f"{name} ") for line in COMMANDS)]:
@@ -91,7 +99,7 @@ def main(folder: Path) -> int:
         if done.returncode not in (0, *codes) or PACKAGE.search(done.stderr):
             print(f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}", file=sys.stderr)
             return 1
-    return 0
+    return subprocess.call(["bash", "-c", session()], cwd=ROOT) if "--session" in sys.argv else 0
 
 
 if __name__ == "__main__":

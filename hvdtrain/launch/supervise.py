@@ -29,7 +29,7 @@ from hvdtrain.launch.stopping import StopRequests
 from hvdtrain.system import exits, ssh
 from hvdtrain.system.commands import Command, succeeds
 from hvdtrain.system.launchers import HELPERS, MPIRUN, REMOTE_SHELLS, STARTERS
-from hvdtrain.system.proc import ended, stat, strings, tree
+from hvdtrain.system.proc import catches, ended, stat, strings, tree
 
 ORPHAN_S = 5.0
 """How long mpirun may run after its last rank here has ended, before the launcher checks the other hosts."""
@@ -68,9 +68,10 @@ def starters(root: int) -> list[int]:
 
 
 def ask_to_stop(root: int) -> None:
-    """Send SIGUSR1 to mpirun, or to the ranks on this machine if there is no mpirun."""
-    receivers = starters(root) or [pid for pid in tree(root) if is_rank(pid) and not is_rank(stat(pid).parent)]
-    signal_all(receivers, signal.SIGUSR1)
+    """Send SIGUSR1 to mpirun. Without one, to what was started if it handles it, else to the ranks on this machine."""
+    ranks = [pid for pid in tree(root) if is_rank(pid) and not is_rank(stat(pid).parent)]
+    receivers = [root] if catches(root, signal.SIGUSR1) else ranks
+    signal_all(starters(root) or receivers, signal.SIGUSR1)
 
 
 def end(root: int) -> None:
@@ -148,7 +149,7 @@ class Job:
         code = self.child.wait()
         self._dismiss_keeper(b"failed" if code else b"done")
         code = 128 - code if code < 0 else code
-        if self.stop.received and code == 128 + signal.SIGUSR1:
+        if self.stop.received and code in (128 + signal.SIGUSR1, 128 + signal.SIGTERM):
             return 128 + self.stop.received[0]  # the ranks had nothing to save yet
         if self.stop.received and code == exits.FAILED and not self.passes_code:
             return exits.RESUMABLE

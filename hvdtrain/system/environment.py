@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from hvdtrain.system import exits
@@ -14,6 +14,9 @@ FOR_RANKS = (
     *("PATH", "LD_LIBRARY_PATH", "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "OPAL_*", "HOROVOD_*", "HVDTRAIN_*"),
     *("OMP_*", "MKL_*", "KMP_*", "OPENBLAS_NUM_THREADS", "MALLOC_*", "GLOO_*", "NCCL_*", "CUDA_*", "NVIDIA_*"),
     *("TF_*", "XLA_FLAGS", "TORCH_*", "PYTORCH_*", "KERAS_*", "TMPDIR", "XDG_CACHE_HOME"),
+    *("TORCHINDUCTOR_*", "TORCHDYNAMO_*", "TRITON_*", "ROCR_*", "HIP_*", "HSA_*", "UCX_*", "NUMBA_*", "NUMEXPR_*"),
+    *("HF_*", "HUGGINGFACE_*", "TRANSFORMERS_*", "TOKENIZERS_*", "ACCELERATE_*", "PL_*", "LIGHTNING_*"),
+    *("WANDB_*", "MLFLOW_*", "COMET_*", "NEPTUNE_*", "CLEARML_*", "AWS_*", "AZURE_*", "GOOGLE_*", "KAGGLE_*"),
     *("LANG", "LC_*", "TZ", "NO_COLOR"),
 )
 """Variables that every rank gets, from a launcher or through `cluster exec`."""
@@ -27,6 +30,17 @@ FOR_LAUNCHERS = (
     "SLURM_*",
 )
 """Variables that mpirun, horovodrun and ssh need on the host where they start."""
+OF_SESSION = (
+    *("HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "SHLVL", "_", "HOSTNAME", "MAIL", "LS_COLORS", "LANGUAGE"),
+    *("TERM*", "COLORTERM", "COLUMNS", "LINES", "PS[0-9]", "PROMPT_*", "HIST*", "BASH*", "ZSH*", "FISH_*", "LESS*"),
+    *("EDITOR", "VISUAL", "PAGER", "MANPATH", "INFOPATH", "DISPLAY", "WAYLAND_*", "XAUTHORITY", "WINDOWID", "DBUS_*"),
+    *("XDG_*", "DESKTOP_*", "GNOME_*", "GTK_*", "QT_*", "KDE_*", "VTE_*", "TMUX*", "STY", "SSH_*", "SUDO_*", "GPG_*"),
+    *("SYSTEMD_*", "INVOCATION_ID", "JOURNAL_STREAM", "MODULE*", "LMOD*", "_LM*", "LOADEDMODULES", "_ModuleTable*"),
+    *("CONDA_*", "_CE_*", "VIRTUAL_ENV_PROMPT", "VSCODE_*", "GIT_*", "PIP_*", "DEBIAN_*", "DEBUGINFOD_*", "WSL*"),
+    *("PYENV_*", "NVM_*", "NIX_*", "NODE_*", "RUST*", "CARGO_*", "JAVA_*", "CLOUD*", "GRPC_*", "*_CERTS*"),
+    *("LD_PRELOAD", "SSL_CERT_*", "KRB5CCNAME", "container", "KUBERNETES_*", "SLURM*", "SBATCH_*", "PBS_*", "OMPI_*"),
+)
+"""Variables that the shell, the desktop or the batch system sets, and that nobody misses on another host."""
 MOST_TASKS = 1 << 20
 """Largest accepted number of ranks. It keeps a mistyped number from filling the memory."""
 
@@ -34,6 +48,12 @@ MOST_TASKS = 1 << 20
 def passes(name: str, patterns: Sequence[str]) -> bool:
     """Whether to pass a variable on: a pattern matches and the name is not a secret's, or the exact name is listed."""
     return name in patterns or (any(fnmatchcase(name, pattern) for pattern in patterns) and not is_secret(name))
+
+
+def left_out(environment: Iterable[str], extra: Sequence[str] = ()) -> list[str]:
+    """The variables that ranks on other hosts do not get, without those of the session. `extra`: named by -x."""
+    kept = (*FOR_RANKS, *OF_MPI, *extra)
+    return [name for name in sorted(environment) if not passes(name, kept) and not passes(name, OF_SESSION)]
 
 
 def number(name: str, value: str, hint: str, *, least: int = 0, most: int = MOST_TASKS) -> int:

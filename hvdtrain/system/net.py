@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import ipaddress
 import json
 import socket
+import struct
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.system import files
 from hvdtrain.system.commands import run
+
+SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 def network(device: str) -> ipaddress.IPv4Network | None:
@@ -17,6 +22,17 @@ def network(device: str) -> ipaddress.IPv4Network | None:
     entries = json.loads(run(["ip", "-json", "-4", "address", "show", "dev", device]) or "[]")
     first = next((address for entry in entries for address in entry.get("addr_info", [])), None)
     return first and ipaddress.IPv4Network(f"{first['local']}/{first['prefixlen']}", strict=False)
+
+
+def addresses() -> dict[str, str]:
+    """The first IPv4 address of each interface that has one, without any program (netdevice(7))."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # no IPv4 address
+                request = struct.pack("256s", name.encode())
+                found[name] = socket.inet_ntoa(fcntl.ioctl(control, SIOCGIFADDR, request)[20:24])
+    return found
 
 
 def route_device(address: str) -> str | None:

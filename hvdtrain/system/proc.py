@@ -98,6 +98,6 @@ def processor() -> str | None:
     return None
 
 
-def end_with_parent() -> None:
-    """Ask the kernel to send SIGTERM to this process when its parent ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Ask the kernel to send this signal to this process when its parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

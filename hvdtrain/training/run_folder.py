@@ -151,7 +151,8 @@ def command(folder: Path, workload: str, world: Communicator) -> str:
         variable, forwarded = f"HVDTRAIN_RESUME={shlex.quote(str(folder))} ", "-x HVDTRAIN_RESUME "
     words = shlex.join(without_secrets([*workloads.program(workload, sys.argv), *arguments]))
     if launched := launched_by.from_environment():
-        return f"with {variable}{launched['launcher']} python {words}"
+        python = "" if "launch torchrun" in launched["launcher"] else "python "
+        return f"with {variable}{launched['launcher']} {python}{words}"
     environment = launch_env()
     count, local = environment.size, environment.local_size
     start = {

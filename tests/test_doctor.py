@@ -227,6 +227,30 @@ def test_a_name_that_resolves_to_loopback(cluster: Cluster, tmp_path: Path) -> N
 
 
 @pytest.mark.root
+def test_hosts_with_names_and_interfaces_of_their_own(cluster: Cluster, tmp_path: Path) -> None:
+    """What torchrun by hand hangs on, and hvdtrain's launchers do not."""
+    assert not {"names", "nic-names"} & {name for name, _ in between(cluster, "--quick").all("warn")}
+    namespace = ["ip", "-n", f"hvd-{cluster.name}-b", "link", "set"]
+
+    def rename(old: str, new: str) -> None:
+        for words in ([old, "down"], [old, "name", new], [new, "up"]):
+            subprocess.run([*namespace, *words], check=True)
+
+    table = "127.0.0.1 localhost\n10.77.0.2 vm2 b\n10.77.0.1 a\n"
+    rename("eth0", "ens9")
+    try:
+        with mounted(cluster, "b", Path("/etc/hosts"), table, tmp_path / "hosts"):
+            must(cluster.on("b", "hostname", "vm2"))
+            findings = between(cluster, "--quick")
+    finally:
+        rename("ens9", "eth0")
+        must(cluster.on("b", "hostname", "b"))
+    assert findings.all("fail") == [] and findings.all("warn") == [("nic-names", "a, b"), ("names", "b")]
+    assert findings.one("names")["facts"]["unknown"] == {"b": "vm2"}
+    assert findings.one("nic-names")["facts"]["names"] == {"a": "eth0", "b": "ens9"}
+
+
+@pytest.mark.root
 def test_different_packages_and_different_code(cluster: Cluster, tmp_path: Path) -> None:
     metadata = next(Path(sys.prefix).glob("lib/python3*/site-packages/numpy-*.dist-info/METADATA"))
     module = ROOT / "hvdtrain" / "system" / "exits.py"

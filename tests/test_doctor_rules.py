@@ -55,6 +55,16 @@ def test_mpirun_must_be_of_the_same_family_as_horovods_library(
     assert checks.judge_mpi("a", "/bin/mpirun", flavour, version, loaded, {}).status == status
 
 
+@pytest.mark.parametrize(
+    ("needs_mpi", "several", "status"),
+    [(True, False, "fail"), (True, True, "fail"), (False, True, "warn"), (False, False, "ok")],
+)
+def test_without_mpirun_only_what_needs_it_is_reported(needs_mpi: bool, several: bool, status: str) -> None:
+    """An environment without MPI and Horovod (HVDTRAIN_MPI=none) is whole on one machine."""
+    environment = {"horovod_needs_mpi": needs_mpi}
+    assert checks.without_mpirun("a", environment, several=several).status == status
+
+
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 9, 10, 33])
 def test_links_are_measured_once_and_each_host_once_at_a_time(count: int) -> None:
     """All pairs of up to eight hosts are measured, and a ring of more hosts."""

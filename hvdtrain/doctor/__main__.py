@@ -252,7 +252,8 @@ def examine(listed: Sequence[Slots], options: argparse.Namespace, report: Report
         reachable = {host: nic for host, nic in used.items() if nic}
         if hosts.several and len(reachable) > 1:
             computing = [slot.host for slot in listed]
-            report.add(*host_checks.same_mtu({host: nic for host, nic in reachable.items() if host in computing}))
+            between = {host: nic for host, nic in reachable.items() if host in computing}
+            report.add(*host_checks.same_mtu(between), *host_checks.same_names(between), *names(hosts, [*between]))
             links(hosts, reachable, computing)
 
 
@@ -278,7 +279,8 @@ def software(hosts: Hosts) -> None:
     loaded = {} if quick else checks.load(hosts.python, built)
     if facts["environment"] and "horovod" in facts["environment"]["packages"]:
         report.add(*checks.horovod(here, built, loaded))
-    report.add(*checks.mpi(here, loaded), *checks.wheel_settings(here, facts, os.environ, hosts.several))
+    report.add(*checks.mpi(here, loaded, facts["environment"], several=hosts.several))
+    report.add(*checks.wheel_settings(here, facts, os.environ, hosts.several))
     report.add(*checks.exposed(here, os.environ))
 
 
@@ -320,6 +322,18 @@ def examine_host(slot: Slots, hosts: Hosts, used: Mapping[str, Any] | None) -> N
     report.add(host_checks.disk(host, facts))
     if slot.slots:
         report.add(host_checks.slots(host, facts, slot.slots))
+
+
+def names(hosts: Hosts, computing: Sequence[str]) -> list[Check]:
+    """Check that the hosts know each other's own names."""
+    facts = {host: hosts.facts[host] for host in computing}
+    own = sorted({of_host["host"] for of_host in facts.values()})
+    waiting = {host: hosts.agents[host].start("resolve", names=own) for host in computing}
+    resolved = {}
+    for host, future in waiting.items():
+        with contextlib.suppress(TimeoutError, Unreachable):
+            resolved[host] = future.result(timeout=30)
+    return host_checks.known_names(facts, resolved)
 
 
 def links(hosts: Hosts, used: Mapping[str, Mapping[str, Any]], listed: list[str]) -> None:

@@ -164,11 +164,16 @@ def library_flavour(path: str) -> str | None:
     return {"12": "MPICH", "40": "Open MPI"}.get(match[1]) if match else None
 
 
-def mpi(where: str, loaded: Mapping[str, dict[str, Any]]) -> list[Check]:
-    """Check which mpirun is installed, and whether horovodrun and this Horovod can use it."""
+def mpi(
+    where: str, loaded: Mapping[str, dict[str, Any]], environment: Mapping[str, Any] | None, *, several: bool
+) -> list[Check]:
+    """Check which mpirun is installed, and whether horovodrun and this Horovod can use it.
+
+    `environment`: the installed packages, as `probe` finds them. `several`: whether other hosts are listed.
+    """
     program = shutil.which("mpirun")
     if program is None:
-        return [without_mpirun(where, loaded)]
+        return [without_mpirun(where, environment, several=several)]
     code, text = read_output([program, "--version"])
     known = mpi_version(text)
     data: dict[str, Any] = {"mpirun": program, "exit_code": code}
@@ -182,13 +187,17 @@ def mpi(where: str, loaded: Mapping[str, dict[str, Any]]) -> list[Check]:
     return [judge_mpi(where, program, flavour, version, loaded, data)]
 
 
-def without_mpirun(where: str, loaded: Mapping[str, dict[str, Any]]) -> Check:
-    """The finding without mpirun. horovodrun needs it if Horovod was built with MPI."""
-    if loaded and not any(facts.get("mpi") for facts in loaded.values()):
-        what = "no mpirun in PATH; horovodrun uses Gloo, because this Horovod has no MPI"
-        return Check(name="mpi", status=OK, where=where, what=what)
-    fix = "make setup (installs Open MPI 4.1), or module load openmpi/4.1, or start with horovodrun --gloo"
-    return Check(name="mpi", status=FAIL, where=where, what="no mpirun in PATH, but horovodrun needs it", fix=fix)
+def without_mpirun(where: str, environment: Mapping[str, Any] | None, *, several: bool) -> Check:
+    """The finding without mpirun. horovodrun needs it if Horovod was built with MPI, and launchers for other hosts."""
+    what = "no mpirun in PATH"
+    if environment and environment["horovod_needs_mpi"]:
+        fix = "make setup (installs Open MPI 4.1), or module load openmpi/4.1, or start with horovodrun --gloo"
+        return Check(name="mpi", status=FAIL, where=where, what=f"{what}, but horovodrun needs it", fix=fix)
+    if several:
+        what += ", with which `hvdtrain launch` starts ranks on other hosts"
+        fix = f"{install.package('openmpi')}, or start each host with torchrun"
+        return Check(name="mpi", status=WARN, where=where, what=what, fix=fix)
+    return Check(name="mpi", status=OK, where=where, what=f"{what}; ranks of this machine start without it")
 
 
 def judge_mpi(

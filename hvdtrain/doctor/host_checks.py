@@ -14,6 +14,7 @@ DISK_LEAST_BYTES = 200e6
 DISK_ENOUGH_BYTES = 2e9
 """Enough for a run of ResNet-34 with its checkpoints."""
 SKEW_MOST_S = 1.0
+OWN_LAUNCHERS = "`hvdtrain launch torchrun` and launch/mpirun.sh"
 
 
 def disk(where: str, facts: Facts) -> Check:
@@ -117,6 +118,37 @@ def same_mtu(used: Mapping[str, Mapping[str, Any]]) -> list[Check]:
     what = "MTUs differ: " + ", ".join(f"{used[host]['name']} on {host} {size}" for host, size in sizes.items())
     fix = f"use the same on all, unless a router lies between them: ip link set DEV mtu {least}"
     return [Check(name="mtu", status=WARN, where=", ".join(sizes), what=what, fix=fix, facts=facts)]
+
+
+def same_names(used: Mapping[str, Mapping[str, Any]]) -> list[Check]:
+    """Compare the names of the interfaces that carry the data, by host: GLOO_SOCKET_IFNAME names one for all hosts."""
+    names = {host: nic["name"] for host, nic in used.items()}
+    if len(set(names.values())) < 2:
+        return []
+    what = "data goes over " + ", ".join(f"{name} on {host}" for host, name in names.items())
+    fix = f"{OWN_LAUNCHERS} look it up on each host; with torchrun set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME there"
+    return [Check(name="nic-names", status=WARN, where=", ".join(names), what=what, fix=fix, facts={"names": names})]
+
+
+def known_names(facts: Mapping[str, Facts], resolved: Mapping[str, Mapping[str, Sequence[str]]]) -> list[Check]:
+    """Find hosts whose own names the others cannot resolve: torchrun tells them to connect to such a name.
+
+    `resolved`: by host, the addresses of the others' own names there.
+    """
+    own = {host: {entry["address"] for entry in candidates(of_host)} for host, of_host in facts.items()}
+    unknown = {
+        there: name
+        for host, answers in resolved.items()
+        for there, of_host in facts.items()
+        if there != host and (name := of_host["host"]) in answers and not own[there] & set(answers[name])
+    }
+    if not unknown:
+        return []
+    what = "other hosts cannot resolve " + ", ".join(
+        f"{name}, the own name of {host}" for host, name in unknown.items()
+    )
+    fix = f"{OWN_LAUNCHERS} do without; for torchrun and horovodrun --gloo add the names to /etc/hosts everywhere"
+    return [Check(name="names", status=WARN, where=", ".join(unknown), what=what, fix=fix, facts={"unknown": unknown})]
 
 
 def same_addresses(facts: Mapping[str, Facts], nic: str | None) -> list[Check]:

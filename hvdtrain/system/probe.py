@@ -45,9 +45,11 @@ def folder(name):
     spec = importlib.util.find_spec(name)
     return str(pathlib.Path(spec.origin).resolve().parent) if spec and spec.origin else None
 horovod = folder("horovod")
-built = sorted({p.parent.name for p in pathlib.Path(horovod).glob("*/mpi_lib*.so")}) if horovod else []
+libraries = [*pathlib.Path(horovod).glob("*/mpi_lib*.so")] if horovod else []
+built = sorted({p.parent.name for p in libraries})
+needs_mpi = any(b"libmpi." in p.read_bytes() for p in libraries)
 print(json.dumps({"python": platform.python_version(), "prefix": sys.prefix, "packages": packages,
-                  "horovod_for": built, "code": folder("hvdtrain")}))
+                  "horovod_for": built, "horovod_needs_mpi": needs_mpi, "code": folder("hvdtrain")}))
 """
 """Program for the environment's own Python: prints the installed packages without importing them."""
 
@@ -221,6 +223,7 @@ def serve_stream(address: str) -> int:
 QUESTIONS: dict[str, typing.Callable[..., typing.Any]] = {
     "facts": facts,
     "clock": time.time,
+    "resolve": lambda names: {name: resolve(name) for name in names},
     "listen": listen,
     "connect": connect,
     "serve_stream": serve_stream,

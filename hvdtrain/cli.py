@@ -15,7 +15,7 @@ from hvdtrain.config.options import TrainConfig
 from hvdtrain.config.parser import OptionParser, parse
 from hvdtrain.launch import __main__ as launch
 from hvdtrain.system import exits
-from hvdtrain.system.arguments import near
+from hvdtrain.system.arguments import fitted, near
 from hvdtrain.system.exits import Failure
 
 TRAIN = """Train a model. `hvdtrain train resnet ...` is the same as `python -m hvdtrain.resnet ...`.
@@ -247,7 +247,7 @@ def command(arguments: list[str]) -> int:
     """Runs a command line and returns the exit code. Raises Failure."""
     group = arguments[0] if arguments and arguments[0] in GROUPS else ""
     if arguments[bool(group) :] in HELP:
-        print(usage(group))
+        print(fitted(usage(group)))
         return exits.OK if arguments[bool(group) :] else exits.USAGE
     if arguments == ["--version"]:
         print(f"hvdtrain {__version__}")

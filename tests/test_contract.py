@@ -119,12 +119,21 @@ def furnished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # --- help and usage ---------------------------------------------------------------------------------------------------
 
 
+PROGRAMS = r"hvdtrain|tools/|launch/|python -m|horovodrun|mpirun|\w+=\S+ \w"
+
+
+def test_the_list_of_commands_fits_a_terminal(tmp_path: Path) -> None:
+    assert max(map(len, run("--help", tmp_path).stdout.splitlines())) <= 80
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_shows_the_purpose_and_examples(name: str, tmp_path: Path) -> None:
     done = run(f"{name} --help", tmp_path)
     assert (done.returncode, done.stderr) == (exits.OK, "")
     assert not done.stdout.startswith("usage")
-    assert re.search(r"\n  (hvdtrain|tools/|launch/|python -m|horovodrun)", done.stdout)
+    assert re.search(rf"\n  ({PROGRAMS})", done.stdout)
+    wide = [line for line in done.stdout.splitlines() if len(line) > 80]
+    assert all(re.match(rf"  ({PROGRAMS})", line) for line in wide), wide  # a command stays on its line
 
 
 MISTAKES = [

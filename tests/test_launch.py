@@ -268,6 +268,13 @@ def test_open_mpi_gets_the_network_instead_of_a_device(iproute2: None) -> None:
         assert network_of(device, ["localhost"]) == str(net.network(device) or device)
 
 
+@pytest.mark.root
+def test_a_virtual_interface_has_no_speed(cluster: Cluster) -> None:
+    """The kernel reports 10000 Mbit/s for each, whatever its link carries."""
+    program = "from hvdtrain.system import net; print(open('/sys/class/net/eth0/speed').read(), net.speed_mbit('eth0'))"
+    assert cluster.on("a", sys.executable, "-c", program).stdout.split() == ["10000", "None"]
+
+
 def test_an_unknown_interface_is_one_line_that_lists_the_known(iproute2: None) -> None:
     done = dry("-H", "localhost:2", "--nic", "eth77", "python")
     assert (done.returncode, done.stdout) == (78, ""), done.stderr

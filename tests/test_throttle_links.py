@@ -206,6 +206,18 @@ def test_an_interface_that_the_user_needs_is_throttled_only_with_force_and_for_a
     until(lambda: not list(machine.state.glob("*")))
 
 
+def test_an_interface_below_a_vpn_is_throttled_only_with_force(machine: Machine) -> None:
+    """The default route is a tunnel's, and v0 has the route to the tunnel's other end."""
+    ip = ["ip", "-n", machine.netns]
+    sh(*ip, "tuntap", "add", "dev", "tun0", "mode", "tun")
+    sh(*ip, "link", "set", "tun0", "up")
+    sh(*ip, "route", "add", "default", "dev", "tun0")
+    assert machine.throttle("10mbit", "--dev", "v0", "--dry-run").returncode == 0, "an interface of the lab"
+    sh(*ip, "route", "add", "192.0.2.1", "via", "10.78.0.2")
+    refused = machine.throttle("10mbit", "--dev", "v0", "--dry-run")
+    assert refused.returncode == 1 and "--force" in refused.stderr
+
+
 def test_an_ssh_session_that_sudo_hides_is_found(machine: Machine) -> None:
     """sudo removes the variable for its child. The shell that called sudo still has it."""
     words = ["sh", "-c", 'env -u SSH_CONNECTION "$@"; exit $?', "sh", THROTTLE, "10mbit", "--dev", "v0"]

@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import inspect
 import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_ty
 from hvdtrain.config import constraints
 from hvdtrain.config.constraints import field_docs
 from hvdtrain.system import exits, files
-from hvdtrain.system.arguments import Parser, near
+from hvdtrain.system.arguments import Parser, fitted, near
 from hvdtrain.system.exits import Failure
 
 C = TypeVar("C")
@@ -34,8 +35,6 @@ EPILOG = (
     "--help NAME explains an option in full, --help all shows all. HVDTRAIN_BATCH_SIZE=64 sets --batch-size 64, too.\n"
     "Precedence: flags, then the file of --config, then variables, then defaults."
 )
-LINE = 116
-"""Longest line of the options in help"""
 
 
 def flag(name: str) -> str:
@@ -118,9 +117,10 @@ class OptionParser(Parser):
                 else:
                     lines.append(f"  {usage:<{left}}  {summary}")
         if self.rare:
-            names = textwrap.fill(" ".join(map(flag, self.rare)), LINE, break_on_hyphens=False)
+            width = max(60, shutil.get_terminal_size().columns) - 2
+            names = textwrap.fill(" ".join(map(flag, self.rare)), width, break_on_hyphens=False)
             lines += ["", "more:", textwrap.indent(names, "  ")]
-        return "\n".join([*lines, "", self.epilog or "", ""])
+        return fitted("\n".join([*lines, "", self.epilog or "", ""]))
 
     def error(self, message: str) -> NoReturn:
         super().error(message.removeprefix("argument "))

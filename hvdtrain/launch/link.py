@@ -8,7 +8,6 @@ import ipaddress
 import json
 import socket
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from hvdtrain.launch import tuning
 from hvdtrain.system import exits, hosts, net, ssh
@@ -113,7 +112,6 @@ def find_rate(rate: str | None, device: str) -> tuple[int | None, str]:
             bytes_per_s = queue.get("options", {}).get("rate")
             if queue.get("kind") == "tbf" and isinstance(bytes_per_s, int):
                 return bytes_per_s * 8, f"tc on {device}"
-    # A virtual interface (veth) always reports 10000, so only real devices count.
-    if Path(f"/sys/class/net/{device}/device").exists() and (speed := net.speed_mbit(device)):
+    if speed := net.speed_mbit(device):
         return speed * 1_000_000, f"{device}'s hardware"
     return None, f"assuming {show_rate(tuning.ASSUMED_BIT_S)} (override with --rate)"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import re
+import shutil
+import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -23,6 +26,26 @@ def near(word: str, known: Iterable[str]) -> str:
     return f", did you mean {matches[0]}?" if matches else ""
 
 
+TABLE_ROW = re.compile(r"( +\S.*?  +)([^\s#].*)")
+"""A name and what it means; after a # stands a comment of a command, which stays whole"""
+
+
+def fitted(text: str) -> str:
+    """The text in the terminal's width: paragraphs, and the last column of tables. Commands and options stay whole."""
+    width = max(60, shutil.get_terminal_size().columns)
+    lines: list[str] = []
+    for indented, group in itertools.groupby(text.split("\n"), lambda line: line.startswith(" ") or not line):
+        block = list(group)
+        if not indented and max(map(len, block)) > width:
+            block = textwrap.wrap(" ".join(block), width, break_long_words=False, break_on_hyphens=False)
+        for line in block:
+            row = TABLE_ROW.fullmatch(line) if len(line) > width else None
+            if row and len(row[1]) <= width - 20:
+                line = textwrap.fill(row[2], width, initial_indent=row[1], subsequent_indent=" " * len(row[1]))
+            lines.append(line)
+    return "\n".join(lines)
+
+
 class Parser(argparse.ArgumentParser):
     """Help starts with the purpose. An error is a one-line Failure (2) with a suggestion for the misspelt word."""
 
@@ -39,7 +62,7 @@ class Parser(argparse.ArgumentParser):
             formatter.add_arguments(group._group_actions)
             formatter.end_section()
         formatter.add_text(self.epilog)
-        return formatter.format_help()
+        return fitted(formatter.format_help())
 
     def flags(self) -> Iterator[str]:
         """Option strings of this parser and its subcommands."""

@@ -75,12 +75,13 @@ def counters(device: str) -> tuple[int, int]:
 
 
 def speed_mbit(device: str) -> int | None:
-    """Speed that the hardware negotiated, in Mbit/s. None for virtual interfaces, which have none."""
+    """Speed that the hardware negotiated, in Mbit/s. None for virtual interfaces: a veth always reports 10000."""
+    entry = Path("/sys/class/net", device)
     try:
-        speed = int(Path(f"/sys/class/net/{device}/speed").read_text())
+        speed = int((entry / "speed").read_text())
     except (OSError, ValueError):
         return None
-    return speed if speed > 0 else None
+    return speed if speed > 0 and (entry / "device").exists() else None
 
 
 THROTTLE = Path("/run/hvdtrain/self/throttle.json")

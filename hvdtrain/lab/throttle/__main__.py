@@ -79,7 +79,17 @@ def danger(dev: str) -> str | None:
         hops = [hop for route in routes for hop in (route, *route.get("nexthops", ()))]
         if any(dev in _with_lower(hop.get("dev")) for hop in hops):
             return "carries the default route, so a low rate could lock you out"
+        if any(_is_tunnel(hop.get("dev")) for hop in hops):
+            beyond = json.loads(run(["ip", family, "-json", "route", "show"]) or "[]")
+            if any("gateway" in route and dev in _with_lower(route.get("dev")) for route in beyond):
+                return "may carry the tunnel of the default route, so a low rate could lock you out"
     return None
+
+
+def _is_tunnel(dev: str | None) -> bool:
+    """Whether packets leave the interface inside others: a VPN. The kernel does not say over which interface."""
+    links = json.loads(run(["ip", "-json", "link", "show", "dev", dev])) if dev else []
+    return any("POINTOPOINT" in link["flags"] for link in links)
 
 
 def _with_lower(dev: str | None) -> set[str]:

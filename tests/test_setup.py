@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -175,6 +176,26 @@ def test_no_package_index_then_repair(checkout: Path) -> None:
             arguments,
         )
         assert (checkout / ".venv/hvdtrain-setup").read_text() == f"{after} unfinished\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "fish", "csh"])
+def test_each_shell_that_activates_the_environment_finds_open_mpi(tmp_path: Path, shell: str) -> None:
+    venv.create(tmp_path / ".venv", with_pip=False)
+    function = re.search(r"^extend_activate.*?^}", (ROOT / "tools/setup.sh").read_text(), re.DOTALL | re.MULTILINE)
+    assert function
+    script = f"{function[0]}; extend_activate wheel; extend_activate wheel"
+    subprocess.run(["bash", "-c", script], cwd=tmp_path, check=True)
+    suffix = "" if shell == "bash" else f".{shell}"
+    lines = (tmp_path / f".venv/bin/activate{suffix}").read_text().splitlines()
+    assert sum("OMPI_MCA_orte_launch_agent" in line for line in lines) == 1
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell}")
+    prompt = "set prompt = x; " * (shell == "csh")  # venv's own lines expect an interactive shell
+    words = [shell, "-c", f"{prompt}source .venv/bin/activate{suffix}; env"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+    place = tmp_path / ".venv"
+    for line in (f"OPAL_PREFIX={place}", f"OMPI_MCA_orte_launch_agent={place}/bin/orted", "OMPI_ALLOW_RUN_AS_ROOT=1"):
+        assert line in done.stdout.splitlines()
 
 
 def test_second_setup_does_nothing_until_its_files_change(checkout: Path) -> None:

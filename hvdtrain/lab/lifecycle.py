@@ -48,6 +48,8 @@ def up(cluster: Cluster, *, dry_run: bool = False) -> None:
             raise Failure(f"cluster {cluster.name} already exists, at least in part; hint: {hint}")
         try:
             virtual.folder(cluster.name).mkdir(mode=0o711)  # a user who may list the folder could lock it
+            if virtual.cgroup_version() == 2 and virtual.share_commands(cluster) and not virtual.shares_cpu():
+                virtual.SHARED.touch()
             _prepare(cluster)
             run_all(commands)
             _await_sshd(cluster)
@@ -75,13 +77,27 @@ def _check(cluster: Cluster) -> None:
             message = f"host {host.name}: cpus is {host.cpus}, but this machine has cores 0 to {cores - 1}"
             raise Failure(message, exits.USAGE)
     if any(host.cpu_share is not None for host in cluster.hosts):
-        base = virtual.CGROUPS if virtual.cgroup_version() == 2 else virtual.CGROUPS / "cpu"
-        if not os.access(base, os.W_OK):
-            raise Failure(f"no writable CPU control group at {base}; hint: omit --cpu-share", exits.NO_PERMISSION)
+        _check_cgroup()
     with contextlib.suppress(KeyError, PermissionError, ImportError):
         pwd.getpwnam(cluster.user)
         return
     raise Failure(f"this machine has no user {cluster.user!r}", exits.USAGE)
+
+
+def _check_cgroup() -> None:
+    """Raises Failure (77, 69) if no control group can limit a host's CPU share."""
+    top, newer = virtual.CGROUPS, virtual.cgroup_version() == 2
+    base = top if newer else top / "cpu"
+    if not os.access(base, os.W_OK):
+        raise Failure(f"no writable CPU control group at {base}; hint: omit --cpu-share", exits.NO_PERMISSION)
+    if not newer or virtual.shares_cpu():
+        return
+    # The top group of a container or of WSL is not the kernel's: with processes in it, its groups cannot share the CPU.
+    taken = (top / "cgroup.type").exists() and (top / "cgroup.procs").read_text().strip()
+    if taken or "cpu" not in (top / "cgroup.controllers").read_text().split():
+        what = f"the control group {top} of this container {'holds processes' if taken else 'has no CPU controller'}"
+        hint = "omit --cpu-share, or give cores with --cpus"
+        raise Failure(f"{what}, so hosts cannot get CPU shares; hint: {hint}", exits.UNREACHABLE)
 
 
 def _prepare(cluster: Cluster) -> None:
@@ -231,10 +247,19 @@ def _remove(cluster: str) -> None:
     if not any(path.is_dir() and path not in (PINS, SELF) for path in STATE.iterdir()):
         if is_mount(PINS):
             run(["umount", "--lazy", str(PINS)])
+        _stop_sharing()
         (STATE / ".lock").unlink()
         for path in (PINS, SELF, STATE):
             with contextlib.suppress(OSError):  # a throttle of this machine may keep its files in self/
                 path.rmdir()
+
+
+def _stop_sharing() -> None:
+    """Undo what the first cluster with CPU shares has set in the top control group of cgroup v2."""
+    if virtual.SHARED.exists():
+        with contextlib.suppress(OSError):  # groups of another program share the CPU by now
+            virtual.CONTROL.write_text("-cpu")
+        virtual.SHARED.unlink()
 
 
 def _end_processes(cluster: str) -> None:

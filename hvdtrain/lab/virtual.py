@@ -12,6 +12,7 @@ Files under /run/hvdtrain, all removed by `down` or a reboot:
     <cluster>/cluster.json         the topology          <cluster>/ssh/              keys and settings
     <cluster>/hosts/<host>/        sshd, throttle        self/                       where a host finds its own folder
     pins/<cluster>.<host>.{uts,mnt}  mounts that keep a host's namespaces without a process in them
+    .cpu                           groups share the CPU because of a cluster (cgroup v2)
 
 `down` uses these names only, so it also cleans up after a killed `up`.
 """
@@ -37,6 +38,10 @@ STATE = Path("/run/hvdtrain")
 PINS = STATE / "pins"
 SELF = STATE / "self"
 CGROUPS = Path("/sys/fs/cgroup")
+CONTROL = CGROUPS / "cgroup.subtree_control"
+"""With cgroup v2, the resources that the groups below the top share (cgroups(7))"""
+SHARED = STATE / ".cpu"
+"""Exists if `up` has added the CPU to them, so that the last `down` removes it again"""
 CONGESTION = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 PERIOD_US = 20_000
 """Period of the CPU share. It is short, so that half a core is not 50 ms of work followed by 50 ms of waiting."""
@@ -146,6 +151,11 @@ def inside(cluster: Cluster, host: str, *, share: bool = True) -> Command:
 
 def cgroup_version() -> int:
     return 2 if (CGROUPS / "cgroup.controllers").exists() else 1
+
+
+def shares_cpu() -> bool:
+    """Whether the groups below the top of cgroup v2 share the CPU already."""
+    return "cpu" in CONTROL.read_text().split()
 
 
 def cgroup(cluster: str, host: str = "") -> Path:

@@ -83,6 +83,20 @@ def columns(root: Path, captions: Told) -> Path:
     return root
 
 
+def coco(root: Path, captions: Told) -> Path:
+    """COCO's two folders and files, with other annotations beside them."""
+    (root / "annotations").mkdir(parents=True)
+    (root / "annotations" / "instances_val2017.json").write_text("{}")
+    names = list(captions)
+    for part, chosen in (("train2017", names[:9]), ("val2017", names[9:])):
+        write_images(root / part, chosen)
+        images = [{"id": 100 + number, "file_name": name, "width": 80} for number, name in enumerate(chosen)]
+        told_of = [{"id": 1, "image_id": e["id"], "caption": text} for e in images for text in captions[e["file_name"]]]
+        document = {"info": {}, "images": images, "annotations": told_of}
+        (root / "annotations" / f"captions_{part}.json").write_text(json.dumps(document))
+    return root
+
+
 def config(tmp_path: Path, **changes: Any) -> CaptionsConfig:
     settings = {"source": str(tmp_path / "in"), "destination": str(tmp_path / "out"), "size": "20x16", "min_count": 1}
     return CaptionsConfig(**{**settings, "split": "4/1/1", "workers": 1, **changes})
@@ -97,7 +111,7 @@ def references(dataset: CaptionDataset) -> dict[str, tuple[str, ...]]:
 # Good inputs.
 
 
-@pytest.mark.parametrize("make", [flickr, table, kaggle, columns])
+@pytest.mark.parametrize("make", [flickr, table, kaggle, columns, coco])
 def test_every_format_gives_the_same_captions(tmp_path: Path, make: Callable[[Path, Told], Path]) -> None:
     captions = told()
     make(tmp_path / "in", captions)
@@ -153,7 +167,7 @@ def test_the_official_lists_decide(tmp_path: Path) -> None:
 
 
 def test_a_column_of_a_table_decides(tmp_path: Path) -> None:
-    parts = ("train", "restval", "val", "test", "train", "unheard")
+    parts = ("Train", "restval", "Validation", "test", "train", "unheard")
     source = table(tmp_path / "in", told())
     (source / "captions.txt").unlink()
     rows = [f"{name};{parts[n % 6]};{texts[0]}\n" for n, (name, texts) in enumerate(told().items())]
@@ -163,6 +177,8 @@ def test_a_column_of_a_table_decides(tmp_path: Path) -> None:
     found = (dataset.train, dataset.validation, dataset.test)
     kinds = [{int(Path(name).stem[1:]) % 6 for name in part.names} for part in found]
     assert kinds == [{0, 1, 4}, {2}, {3}] and made["source"]["images_in_no_part"] == 2
+    (source / "captions.csv").write_text("".join(["image;split;caption\n", *rows]).replace(";test;", ";third;"))
+    fails(lambda: prepare(config(tmp_path, destination=str(tmp_path / "b"))), BAD_DATA, "no images for test", "'third'")
 
 
 def test_the_seed_decides_and_nothing_else(tmp_path: Path) -> None:
@@ -308,6 +324,10 @@ def test_an_unusable_source_is_an_error(tmp_path: Path) -> None:
     (source / "captions.txt").write_text("image,caption\np01.jpg,a dog\n")
     skip = config(tmp_path, on_bad_sample="skip")
     fails(lambda: prepare(skip), BAD_DATA, "no images for validation")
+    coco(tmp_path / "coco", told())
+    (tmp_path / "coco" / "annotations" / "captions_val2017.json").write_text('{"images": [{"id": "a"}]}')
+    damaged = config(tmp_path, source=str(tmp_path / "coco"))
+    fails(lambda: prepare(damaged), BAD_DATA, "captions_val2017.json is not in COCO's form")
 
 
 # --- the prepared folder, and the cache ---------------------------------------------------------------------------

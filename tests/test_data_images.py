@@ -229,6 +229,42 @@ def test_folders_of_parts_are_the_split(tmp_path: Path) -> None:
     fails(lambda: prepare(again), BAD_DATA, "val contains no folders of classes")
 
 
+PARTED: dict[str, list[int] | tuple[str, ...] | str] = {
+    "Training/a Training/b Testing/a Testing/b": [4, 0, 4],
+    "train/a train/b dev/a test/a test/b": [4, 2, 4],
+    "seg_train/seg_train/a seg_train/seg_train/b seg_test/seg_test/a": [4, 0, 2],
+    "training_set/images/a training_set/images/b test_set/images/a": [4, 0, 2],
+    "train bus car": ("bus", "car", "train"),  # a class may have a part's name
+    "test_tube/a test_tube beaker": ("beaker", "test_tube"),
+    "a/2020/1 a/2021 b/2020": ("a", "b"),
+    "a/images b/images c": ("a", "b", "c"),
+    "train/a train/b test/a test/b pred": "pred is neither",
+    "train/a train/b extra/a extra/b": "extra is neither",
+    "train test other": "other is neither",
+    "train test": "contains no folders of classes",
+    "train/a train/b val/a valid/a": "val and valid are the same part",
+    "first/a first/b second/a second/b": "several folders hold folders a and b",
+    "a/train a/test b/train b/test": "several folders hold folders test and train",
+}
+
+
+@pytest.mark.parametrize("folders", PARTED)
+def test_folders_are_parts_or_classes_by_what_is_in_them_or_refused(tmp_path: Path, folders: str) -> None:
+    for folder in folders.split():
+        (tmp_path / "in" / folder).mkdir(parents=True, exist_ok=True)
+        for number in range(2):
+            photo(number).save(tmp_path / "in" / folder / f"{number}.png")
+    settings, expected = config(tmp_path, dry_run=True), PARTED[folders]
+    if isinstance(expected, list):
+        made = prepare(settings)
+        assert made["classes"] == ["a", "b"] and made["split"] == "the source's"
+        assert [sum(counts) for counts in made["counts"].values()] == expected
+    elif isinstance(expected, tuple):
+        assert tuple(prepare(settings)["classes"]) == expected
+    else:
+        fails(lambda: prepare(settings), BAD_DATA, expected, "hint")
+
+
 def test_an_unreadable_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree(tmp_path / "in")
     scan = os.scandir

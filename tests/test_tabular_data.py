@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 import subprocess
 import sys
@@ -80,13 +81,16 @@ def test_the_format_of_a_file_is_detected(name: str, tmp_path: Path) -> None:
         ("0,1,2,3\n1.5,2,3,3\n2.5,3,4,1\n", True),  # the class 3 occurs, but no row would be so regular
         ("0,1,area,label\n2,3,4,b\n2,3,5,a\n", True),
         ("400,402.5,kind\n1,2,0\n3,4,1\n", True),
-        ("400,402.5,Label\n1,2,a\n3,4,b\n", True),
-        ("5.1,3.5,setosa\n5.2,3.4,virginica\n", False),
+        ("400.5,401,401.5,species\n1,2,3,oak\n3,4,5,elm\n5,6,7,oak\n", True),
+        ("400.5,401,outcome\n1,2,True\n3,4,False\n", True),
+        ("5.1,3.5,setosa\n5.2,3.4,virginica\n5.1,3.3,setosa\n", False),
+        ("5.1,3.5,setosa\n" + "5.2,3.4,virginica\n" * 2000 + "5.1,3.3,setosa\n", False),  # far below
+        ("5.1,5.1,setosa\n5.2,3.4,virginica\n", False),  # two columns have different names
         ("5.1,3.5,label\n5.2,3.4,label\n", False),
         ("0,1,1\n0,0,0\n1,0,1\n1,1,0\n", False),
         ("0,1,b\n0,0,a\n1,0,b\n", False),
         ("0,1,a\n", False),
-        (",3.5,a\n1,2,b\n", False),  # a missing value, not an index
+        (",3.5,a\n1,2,b\n3,2,a\n", False),  # a missing value, not an index
         (",,a\n1,2,b\n", False),
     ],
 )
@@ -98,6 +102,17 @@ def test_a_first_line_with_numbers_is_a_header_only_if_it_cannot_be_a_row(
     form = csv_rows.detect(path)
     assert (form.first == 2) == is_header == (form.names is not None)
     assert form.skipped == 0
+    last = text.partition("\n")[0].rpartition(",")[2]
+    assert csv_rows.detect(path, known=[last]).first == (2 if text.startswith("0,1,2,3\n") else 1), "a row to predict"
+
+
+def test_a_compressed_file_and_booleans_are_read_as_the_plain_file(tmp_path: Path) -> None:
+    plain = tmp_path / "t.csv"
+    plain.write_text("size,red,kind\n" + "1.5,1,a\n2,0,b\n" * 40)
+    written = "size,red,kind\n" + "1.5,True,a\n2,False,b\n" * 40
+    (tmp_path / "t.csv.gz").write_bytes(gzip.compress(written.encode()))
+    expected, found = tabular.load(str(plain)), tabular.load(str(tmp_path / "t.csv.gz"))
+    assert found.fingerprint == expected.fingerprint and found.columns.names == ("size", "red")
 
 
 MANY = "1,2,a\n" * 400_000  # more than a block
@@ -120,6 +135,9 @@ BAD = {
     "empty": ("", "empty"),
     "binary": (b"PK\x03\x04\x00\x00", "binary or in UTF-16"),
     "Latin-1": ("1,2,a\n1,2,caf\u00e9\n".encode("latin-1"), "2: byte 0xe9 is not UTF-8"),
+    "label first": ("Label,p0,p1\n" + "5,0,0\n4,0,1\n" * 20, "1:1: the column 'label' is not the last one, so 'p1'"),
+    "target in the middle": ("x,target,y\n" + "5,0,0\n4,0,1\n" * 20, "1:2: the column 'target' is not the last"),
+    "cut gzip": (gzip.compress(ROWS.encode() * 99)[:-20], "hint: copy the file again"),
     "quotes": ('1,2,a\n1,"2,b\n', "2: unbalanced quotes"),
     "a million columns": ("1," * 1_000_000 + "a\n", "1: 1,000,001 columns, more than the limit of 100,000"),
     "a line without an end": ("1" * (17 << 20), "1: the line is longer than 16 MiB"),

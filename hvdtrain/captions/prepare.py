@@ -50,7 +50,7 @@ class CaptionsConfig(ImageOptions):
     """Options of `hvdtrain data captions`."""
 
     source: str
-    """Folder with images and captions: the original Flickr8k or Flickr30k, or a captions.txt table."""
+    """Folder with images and captions: the original Flickr8k, Flickr30k or COCO, or a captions.txt table."""
     size: str = "224x224"
     """Width x height of the prepared images in pixels."""
     split: str = "6000/1000/1000"
@@ -131,7 +131,11 @@ def _describe(config: CaptionsConfig, source: Source, tree: Tree, rows: NDArray[
     for number, part in enumerate(PARTS):
         images = [source.captions[tree.files[row]] for row in rows if tree.labels[row] == number]
         if not images:
-            raise Failure(f"{tree.root}: no images for {part}; hint: add images, or change --split", BAD_DATA)
+            message, hint = f"{tree.root}: no images for {part}", "add images, or change --split"
+            if source.parts is not None:
+                message += "".join(f", but some for {word!r}" for word in sorted(source.unknown_parts)[:3])
+                hint = "the source's split must name images for train, val and test"
+            raise Failure(f"{message}; hint: {hint}", BAD_DATA)
         words = [word for sentences in images for sentence in sentences for word in sentence.split()]
         known = set(vocabulary.words)
         lengths = [len(sentence.split()) for sentences in images for sentence in sentences]

@@ -1,12 +1,14 @@
-"""Read captions and images in two formats; the first format that is found is used.
+"""Read captions and images in three formats; the first format that is found is used.
 
   1. `Flickr8k.token.txt`, or Flickr30k's `results_20130124.token`: lines `name.jpg#0<TAB>sentence`. Flickr8k's official
      split is optional: all of `Flickr_8k.trainImages.txt`, `Flickr_8k.devImages.txt` and `Flickr_8k.testImages.txt`,
      with one image per line.
   2. `captions.txt`, `captions.csv` or Flickr30k's `results.csv`: a table with a header, separated by commas,
      semicolons, tabs or bars. The columns `image` (or `image_name`, `file_name`, `filename`) and `caption` (or
-     `comment`, `sentence`) are read, and `split` with Karpathy's names; others are left out. In a table with commas,
-     sentences with commas are in double quotes.
+     `comment`, `sentence`) are read, and `split` (`train`, `val`, `test` or Karpathy's `restval`); others are left out.
+     In a table with commas, sentences with commas are in double quotes.
+  3. `captions_*.json` in COCO's form, all of these files together: `{"images": [{"id": 9, "file_name": "a.jpg"}, ...],
+     "annotations": [{"image_id": 9, "caption": "A dog ."}, ...]}`. The split is not read from the files' names.
 
 The files and the images may be in any folders below the given one. If several images have the same name, the captions
 must give enough of the path. **Bad captions**, images without captions, and wrong names in the official lists are
@@ -17,21 +19,25 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from hvdtrain.captions.vocabulary import clean
-from hvdtrain.data.image_files import SUFFIXES
 from hvdtrain.data.prepared import CONTROL
-from hvdtrain.data.tree import walk
+from hvdtrain.data.tree import PART_WORDS, SUFFIXES, walk
 from hvdtrain.system import files
 from hvdtrain.system.exits import BAD_DATA, IO_ERROR, NO_PERMISSION, Failure
 
 TOKENS = ("Flickr8k.token.txt", "results_20130124.token")
 TABLES = ("captions.txt", "captions.csv", "results.csv")
+COCO = "captions_*.json"
 COLUMNS = {
     **dict.fromkeys(("image", "image_name", "file_name", "filename"), "image"),
     **dict.fromkeys(("caption", "comment", "sentence"), "caption"),
@@ -39,7 +45,7 @@ COLUMNS = {
 }
 """Name in the header of a table -> meaning of the column"""
 LISTS = ("Flickr_8k.trainImages.txt", "Flickr_8k.devImages.txt", "Flickr_8k.testImages.txt")  # order of PARTS
-KARPATHY = {"train": 0, "restval": 0, "val": 1, "test": 2}
+KARPATHY = {**PART_WORDS, "restval": 0}
 SOURCE_BYTES = 1024 * files.MIB  # forty times the size of COCO's captions
 
 
@@ -60,6 +66,8 @@ class Source:
     non_ascii_captions: int = 0
     unassigned_images: int = 0
     """Number of usable images that the source assigns to no part; they are skipped."""
+    unknown_parts: set[str] = field(default_factory=set)
+    """Words of these images in the column `split`."""
     ignored: list[str] = field(default_factory=list)
     """Hidden and system files."""
     digest: str = ""
@@ -74,6 +82,23 @@ class Line:
     image: str
     text: str
     part: str | None = None
+
+
+class CocoImage(msgspec.Struct):
+    id: int
+    file_name: str
+
+
+class CocoCaption(msgspec.Struct):
+    image_id: int
+    caption: str
+
+
+class Coco(msgspec.Struct):
+    """A file of COCO's captions; other keys are left out."""
+
+    images: list[CocoImage]
+    annotations: list[CocoCaption]
 
 
 def find(root: Path, max_words: int) -> Source:
@@ -145,7 +170,9 @@ class _Reader:
             source.non_ascii_captions += not line.text.isascii()
             source.captions.setdefault(image, []).append(words)
             if line.part is not None:
-                cut[image] = KARPATHY.get(line.part, -1)
+                cut[image] = KARPATHY.get(line.part.lower(), -1)
+                if cut[image] < 0:
+                    source.unknown_parts.add(line.part)
         for paths in self.files.values():
             for path in paths:
                 if path.lower().endswith(SUFFIXES) and path not in named:
@@ -168,12 +195,15 @@ class _Reader:
         return paths[0], self.refused.get(paths[0], "")
 
     def _lines(self) -> Iterator[Line]:
-        """The captions, in either format."""
+        """The captions, in the format that is found."""
         for name in (*TOKENS, *TABLES):
             if self._one(self.files.get(name, [])):
                 self.source.file = self.files[name][0]
                 return self._tokens() if name in TOKENS else self._table()
-        hint = f"give a folder with {TOKENS[0]}, or {' or '.join(TABLES)} (header image,caption)"
+        if coco := sorted(path for name in self.files if fnmatch(name, COCO) for path in self.files[name]):
+            self.source.file = coco[0]
+            return itertools.chain.from_iterable(map(self._coco, coco))
+        hint = f"give a folder with {TOKENS[0]}, {COCO} or {' or '.join(TABLES)} (header image,caption)"
         raise Failure(f"{self.root} contains no captions; hint: {hint}", BAD_DATA)
 
     def _one(self, paths: Sequence[str]) -> str:
@@ -230,6 +260,19 @@ class _Reader:
             else:
                 hint = "put a sentence with commas in double quotes"
                 self.source.problems[where] = f"{len(fields)} fields instead of {len(meanings)}; hint: {hint}"
+
+    def _coco(self, file: str) -> Iterator[Line]:
+        data = files.read(self.root / file, SOURCE_BYTES)
+        self.digest.update(data)
+        try:
+            coco = msgspec.json.decode(data, type=Coco)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            message = f"{self.root / file} is not in COCO's form: {error}"
+            raise Failure(f"{message}; hint: give COCO's captions as they are distributed", BAD_DATA) from None
+        names = {image.id: image.file_name for image in coco.images}
+        for number, each in enumerate(coco.annotations, start=1):
+            name = names.get(each.image_id, f"with id {each.image_id}")
+            yield Line(where=f"{file}: caption {number}", image=name, text=each.caption)
 
     def _official(self) -> dict[str, int] | None:
         """The split by the three official lists."""

@@ -2,13 +2,13 @@
 
 The format is detected from the start of the file: separator (comma, semicolon, tab, bar or spaces), decimal point or
 comma, and whether the first line is a header. The encoding is UTF-8, with or without a byte order mark; lines end with
-LF, CRLF or CR; fields may be in double quotes. Errors name file:line:column, counted from 1.
+LF, CRLF or CR; fields may be in double quotes; the file may be compressed by gzip. A feature is a number, or `True` or
+`False`, which are 1 and 0. Errors name file:line:column, counted from 1.
 
 **A header** is a first line in which no feature is a number. A first line with numbers is data, as `5.1,3.5,setosa`,
 unless its last field is the class of no other line and
   - its numbers are 0, 1, 2 and so on, as pandas names the columns of an array, or
-  - its last field is text, and the classes of all other lines are numbers, or
-  - its last field is `class`, `label`, `target` or `y`.
+  - its last field is text, and no two of its numbers are equal.
 
 **Left out** are empty rows, empty columns at the end, the unnamed first columns of a header (pandas' index), and what
 Excel users write above the table: a line `sep=;`, and titles, which are lines with text in their first field only.
@@ -20,10 +20,13 @@ import codecs
 import contextlib
 import csv
 import functools
+import gzip
+import io
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -52,7 +55,8 @@ KINDS = [(";", "."), (";", ","), ("\t", "."), ("\t", ","), ("|", "."), (",", "."
 NAMES = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas", SPACES: "spaces"}
 EMPTY = ' "' + "".join(NAMES)
 """Characters of a line without values"""
-CLASS_NAMES = {"class", "label", "target", "y"}
+TRUTH = {"true": 1.0, "false": 0.0}
+"""How pandas writes the columns of get_dummies -> number"""
 UNNAMED = re.compile(r"(Unnamed: \d+(\.\d+)*)?")
 """Name of a column that was pandas' index when the file was written"""
 
@@ -93,8 +97,11 @@ class Block:
     """n class names; empty strings if only features are read"""
 
 
-def detect(path: Path) -> Form:
-    """The format of a file. Raises Failure (65, 77) if the file is not a table."""
+def detect(path: Path, known: Sequence[str] = ()) -> Form:
+    """The format of a file. A first line that ends with a `known` class is data.
+
+    Raises Failure (65, 77) if the file is not a table.
+    """
     head = list(_block(_lines(path), HEAD_BYTES, least=4))
     if stated := re.fullmatch(r'"?sep=(.)"?', head[0][1]) if head else None:
         head = head[1:]
@@ -112,7 +119,8 @@ def detect(path: Path) -> Form:
     first, fields = rows[0]
     skipped = next((column for column, field in enumerate(fields) if not UNNAMED.fullmatch(field)), 0)
     skipped = skipped if skipped < len(fields) - 1 else 0
-    if not (has_header := _is_header([row[skipped:] for _, row in rows], decimal)):
+    later = functools.partial(_ends, path, separator, after=rows[-1][0])
+    if not (has_header := _is_header([row[skipped:] for _, row in rows], decimal, known, later)):
         skipped = 0
     names = fields[skipped:]
     if has_header and len(set(names)) < len(names):
@@ -145,8 +153,10 @@ def _table(head: Sequence[Line], separator: str) -> tuple[list[tuple[int, list[s
     return [(number, row[: max(width, last)]) for (number, row), last in zip(rows, used, strict=True)], titles
 
 
-def _is_header(rows: Sequence[list[str]], decimal: str) -> bool:
-    """Whether the first row has names: see the module's documentation."""
+def _is_header(
+    rows: Sequence[list[str]], decimal: str, known: Sequence[str], later: Callable[[], Iterator[str]]
+) -> bool:
+    """Whether the first row has names: see the module's documentation. `later` yields the classes of further rows."""
     (*features, last), *others = rows[0], *rows[1:]
     values = [field for field in features or [last] if _is_value(field, decimal)]
     if not values or not features or not others:
@@ -154,12 +164,18 @@ def _is_header(rows: Sequence[list[str]], decimal: str) -> bool:
     count = [str(number) for number in range(len(rows[0]))]
     if rows[0] == count and len(count) > 3:
         return True  # too regular to be data
-    classes = {row[-1] for row in others}
-    if last in classes | NO_CLASS:
+    if last in NO_CLASS.union(known, (row[-1] for row in others)):
         return False
-    if values == count[: len(values)] or last.lower() in CLASS_NAMES:
-        return True
-    return all(_is_number(name, decimal) for name in classes) and not _is_number(last, decimal)
+    differ = all(_is_number(field, decimal) for field in values) and len(set(values)) == len(values)
+    named = values == count[: len(values)] or (differ and not _is_number(last, decimal))
+    return named and last not in later()
+
+
+def _ends(path: Path, separator: str, after: int) -> Iterator[str]:
+    """The last word of each line after the one with this number."""
+    for line, text in _lines(path):
+        if line > after:
+            yield text.rstrip(EMPTY).rpartition(separator)[2].strip(' "')
 
 
 def rows(path: Path, form: Form, missing: Missing, *, features: int | None = None) -> Iterator[Block]:
@@ -243,6 +259,8 @@ def _number(place: str, field: str, decimal: str) -> float:
     word = field.strip().lower()
     if word in MISSING:
         return math.nan
+    if word in TRUTH:
+        return TRUTH[word]
     if word.lstrip("+-").startswith("inf"):
         raise Failure(f"{place} is infinite", BAD_DATA)
     if not _is_number(word, decimal):
@@ -263,7 +281,7 @@ def _is_number(word: str, decimal: str) -> bool:
 
 
 def _is_value(field: str, decimal: str) -> bool:
-    return field.lower() in MISSING or any(_is_number(field, mark) for mark in decimal)
+    return field.lower() in MISSING | TRUTH.keys() or any(_is_number(field, mark) for mark in decimal)
 
 
 def _fit(head: Sequence[Line], kind: tuple[str, str]) -> tuple[float, int, bool, int]:
@@ -297,7 +315,7 @@ def _split(path: Path, line: int, text: str, separator: str) -> list[str]:
 def _lines(path: Path) -> Iterator[Line]:
     """Number and text of every line with values."""
     try:
-        with files.open_plain(path) as file:
+        with _unpacked(path) as file:
             number, rest = 1, file.read(BLOCK_BYTES).removeprefix(codecs.BOM_UTF8)
             end, more = b"\r" if b"\r" in rest and b"\n" not in rest else b"\n", True
             while more or rest:
@@ -313,8 +331,17 @@ def _lines(path: Path) -> Iterator[Line]:
                     number += 1
                 more_bytes = file.read(BLOCK_BYTES)
                 more, rest = bool(more_bytes), rest + more_bytes
+    except (EOFError, zlib.error) as error:
+        raise Failure(f"{path}: {error}; hint: copy the file again, it is damaged", BAD_DATA) from None
     except OSError as error:
         raise files.refused(path, error, BAD_DATA, "give a CSV file") from None
+
+
+@contextlib.contextmanager
+def _unpacked(path: Path) -> Iterator[io.BufferedIOBase]:
+    """The file's contents, decompressed if it was compressed by gzip."""
+    with files.open_plain(path) as file:
+        yield gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
 
 
 def _text(path: Path, number: int, line: bytes) -> str:

@@ -12,10 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.data.pixels import pixels, reason
-from hvdtrain.data.tree import report_ignored, visible
+from hvdtrain.data.tree import SUFFIXES, report_ignored, visible
 from hvdtrain.system.exits import printable
-
-SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".webp")
 
 Problems = list[dict[str, str]]
 """For each path that cannot be used: {"image": path, "problem": one line}"""

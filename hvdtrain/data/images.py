@@ -1,7 +1,7 @@
 """Convert folders of images to memory-mapped arrays: `hvdtrain data images SRC DST --size 197x148 --gray`.
 
-**Input**: one folder per class, with images anywhere below it; or such folders in `train`, `val` (`valid`,
-`validation`) and `test`, which are then the parts, without regard to --split.
+**Input**: one folder per class, with images anywhere below it; or such folders in folders of parts (`train`, `val` and
+`test`, or such a word in the name), without regard to --split. See `hvdtrain/data/tree.py`.
 
 **Output**: DST with `samples.npy` (N, height, width, channels), `labels.npy` (N,) int64 and `index.json`. Rows are in
 the order train | validation | test, with the classes of a part mixed. A file's position depends on the seed and its own

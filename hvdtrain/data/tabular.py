@@ -37,10 +37,12 @@ SHARES = (Fraction(70, 100), Fraction(15, 100), Fraction(15, 100))
 IN_MEMORY_BYTES = 4 * files.MIB
 MOST_CLASSES = 256
 """More classes look like a numeric target; 256 already add a confusion matrix of 256 KiB to the sums of each step"""
+CLASS_NAMES = {"class", "label", "target"}
+"""Names of a column that cannot be a feature"""
 COLUMNS_FILE = "columns.json"
 """Name of the file in the run folder that holds `Columns`"""
 SCHEMA = "hvdtrain.table/1"
-PARSER = 2
+PARSER = 3
 """Version of the rules of `csv_rows`; tables that were cached by other rules are parsed again"""
 INDEX_BYTES = 16 * files.MIB
 BLOCK_BYTES = 1 << 20
@@ -175,6 +177,11 @@ def _parse(
     form = csv_rows.detect(path)
     if form.columns < 2:
         raise Failure(f"{path}:{form.first}: only one column; hint: give features, then the class", BAD_DATA)
+    lower = [name.lower() for name in form.names or ("",)]
+    if lower[-1] not in CLASS_NAMES and (wrong := next((name for name in lower if name in CLASS_NAMES), None)):
+        place = f"{path}:{form.first - 1}:{form.skipped + lower.index(wrong) + 1}"
+        message = f"the column {wrong!r} is not the last one, so {lower[-1]!r} would be the class"
+        raise Failure(f"{place}: {message}; hint: move it to the end", BAD_DATA)
     numbers: dict[str, int] = {}  # class -> number, in the order of appearance
     digest, labels, line = hashlib.sha256(), [np.empty(0, np.int64)], 0
     for block in csv_rows.rows(path, form, missing):

@@ -1,14 +1,18 @@
 """List the images in a source folder, in the order in which they become rows.
 
-Folders are classes. If all of them are named train, val (valid, validation) or test, they are the parts, and the
-folders in them are the classes.
+Folders are classes, with images anywhere below them. If all of them name parts (train, val and test, or such a word in
+the name, as in `seg_train`), the folders in them are the classes; a folder that holds nothing but one folder of folders
+is passed through (`seg_train/seg_train/forest`). What could be read in two ways is refused.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -21,8 +25,13 @@ from hvdtrain.data import stratify
 from hvdtrain.data.prepared import CONTROL
 from hvdtrain.system.exits import BAD_DATA, IO_ERROR, NO_PERMISSION, Failure, printable
 
-SPLIT_FOLDERS = {"train": 0, "val": 1, "valid": 1, "validation": 1, "test": 2}
-"""Name of a part's folder -> number of the part, as in PARTS"""
+PART_WORDS = {
+    **dict.fromkeys(("train", "training"), 0),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), 1),
+    **dict.fromkeys(("test", "testing"), 2),
+}
+"""Word in the name of a part's folder -> number of the part, as in PARTS"""
+SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".webp")
 SYSTEM_FILES = {"__macosx", "thumbs.db", "ehthumbs.db", "desktop.ini"}
 """Names that macOS and Windows give to files of their own, besides hidden ones such as .DS_Store and ._photo.jpg"""
 
@@ -87,7 +96,8 @@ def find(root: Path, seed: int, shares: Sequence[Fraction]) -> Tree:
         code = NO_PERMISSION if isinstance(error, PermissionError) else IO_ERROR
         raise Failure(f"{error.filename}: {error.strerror}; hint: make every folder readable", code) from None
     if len(classes) < 2:
-        raise Failure(f"{root} contains {len(classes)} class folder(s), but a classifier needs two or more", BAD_DATA)
+        message = f"{root} contains {len(classes)} class folder(s), but a classifier needs two or more"
+        raise Failure(f"{message}; hint: give the folder that contains one folder of images per class", BAD_DATA)
     for name in {*classes} - {folder.name for folder, part in places if part == 0}:
         message = f"{root}: the class {name!r} is not among the training images"
         raise Failure(f"{message}; hint: add images of it there, or remove it from the other folders", BAD_DATA)
@@ -113,17 +123,55 @@ def find(root: Path, seed: int, shares: Sequence[Fraction]) -> Tree:
 
 
 def _class_folders(root: Path, bad: dict[str, str], ignored: list[str]) -> tuple[list[tuple[Path, int]], bool]:
-    """The folders of classes, each with the number of its part; and whether the source has folders of parts."""
+    """The folders of classes, each with the number of its part; and whether the source has folders of parts.
+
+    Raises Failure (BAD_DATA) if the folders may be classes as well as parts.
+    """
     names = _folders(root, root, bad, ignored)
-    if len(names) < 2 or not all(name.lower() in SPLIT_FOLDERS for name in names):
+    parts = {name: part for name in names if (part := _part(name)) is not None}
+    inner = {name: _within(root / name) for name in names}
+    if len(names) < 2 or (len(parts) < 2 and not any(inner[name][1] for name in parts)):
+        counts = Counter(itertools.chain.from_iterable(within for _, within in inner.values()))
+        if len(both := [name for name, count in sorted(counts.items()) if count > 1]) > 1:
+            message = f"{root}: several folders hold folders {both[0]} and {both[1]}, so either may be the classes"
+            hint = "name folders of parts train, val and test, or put the images of each class into its folder"
+            raise Failure(f"{message}; hint: {hint}", BAD_DATA)
         return [(root / name, 0) for name in names], False
+    if other := next((name for name in names if name not in parts), None):
+        message = f"{root}: {other} is neither train, val nor test, but beside {next(iter(parts))}"
+        raise Failure(f"{message}; hint: give a folder that holds either parts or classes", BAD_DATA)
     places = []
-    for part in names:
-        if not (classes := _folders(root, root / part, bad, ignored)):
-            message = f"{root / part} contains no folders of classes"
+    for name, part in parts.items():
+        folder = inner[name][0]
+        if not (classes := _folders(root, folder, bad, ignored)):
+            message = f"{folder} contains no folders of classes"
             raise Failure(f"{message}; hint: put the images of each class into a folder there", BAD_DATA)
-        places += [(root / part / name, SPLIT_FOLDERS[part.lower()]) for name in classes]
+        if twin := next((each for each in parts if each < name and parts[each] == part), None):
+            raise Failure(f"{root}: {twin} and {name} are the same part; hint: merge them, or remove one", BAD_DATA)
+        places += [(folder / each, part) for each in classes]
     return places, True
+
+
+def _part(name: str) -> int | None:
+    """The part that a folder's name tells; None if it tells none, or several."""
+    found = {PART_WORDS[word] for word in re.split(r"[^a-z]+", name.lower()) if word in PART_WORDS}
+    return found.pop() if len(found) == 1 else None
+
+
+def _within(folder: Path) -> tuple[Path, set[str]]:
+    """The folder, or the last one of a chain of only folders in it; and the names of the folders there, if it holds no
+    images itself."""
+
+    def inside(place: Path) -> set[str]:
+        entries = visible(place, [])
+        if any(entry.name.lower().endswith(SUFFIXES) for entry in entries):
+            return set()
+        return {entry.name for entry in entries if entry.is_dir(follow_symlinks=False)}
+
+    names = inside(folder)
+    while len(names) == 1 and (deeper := inside(only := folder / next(iter(names)))):
+        folder, names = only, deeper
+    return folder, names
 
 
 def _folders(root: Path, folder: Path, bad: dict[str, str], ignored: list[str]) -> list[str]:

@@ -213,7 +213,7 @@ def _blocks(path: Path, run: Run, framework: str, *, with_classes: bool) -> Iter
 
 def _form(path: Path, columns: Columns, *, needs_classes: bool) -> Form:
     """The format of a file. Raises Failure (65) if its columns differ from the run's."""
-    form, features = csv_rows.detect(path), len(columns.mean)
+    form, features = csv_rows.detect(path, columns.classes), len(columns.mean)
     if form.columns != features + 1 and (needs_classes or form.columns != features):
         expected = f"the run was trained on {features} features{' and a class' if needs_classes else ''}"
         raise Failure(f"{path}:{form.first}: {form.columns} columns, but {expected} ({form})", exits.BAD_DATA)

@@ -26,7 +26,7 @@ from hvdtrain.comm.world import alone, connect
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.models.resnet import ResNetSpec, parameters
-from hvdtrain.plan import choice, coding, command, learning, pilot, prediction, profile
+from hvdtrain.plan import choice, coding, command, learning, pilot, prediction, profile, report
 from hvdtrain.plan.network import Link, Uplink, measured
 from hvdtrain.plan.prediction import Host
 from hvdtrain.plan.profile import Point, Profile
@@ -392,6 +392,8 @@ def test_a_plan_from_a_run_reproduces_its_step(tmp_path: Path, capsys: pytest.Ca
         ("resnet --switch 4 --uplink 0mbit", 2, "8kbit"),
         ("resnet -H a:1,b:1 --switch 4 --uplink 1gbit", 2, "-H cannot be combined"),
         ("resnet --no-such-flag", 2, "--no-such-flag"),
+        ("--lr 0.1 train.py", 2, "the script first"),
+        ("--parameters 25M --step-seconds 0.8 -H no-such-host:1,b:1", 69, "no-such-host"),
         ("resnet --dry-run", 2, "--dry-run"),
     ],
 )
@@ -572,3 +574,67 @@ def test_a_pilot_is_kept(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
         out, err = capfd.readouterr()
         assert err.count("training for at most 3 s") == trained
         assert "noise_scale" in json.loads(out)["one_host"]
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(None, 1), (None, 4), (64, 1), (64, 4)])
+def test_one_host_takes_the_time_that_was_given(
+    size: int | None, ranks: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the batch, the ranks and this machine."""
+    words = f"--parameters 25M --step-seconds 0.8 --ranks-per-host {ranks} --hosts 1,4 --rates 10gbit"
+    more = f" --global-batch-size {size}" if size else ""
+    found = plan(capsys, *(words + more).split())
+    assert found["one_host"]["step_s"] == pytest.approx(0.8)
+    computing = {each["computing_s"] for each in found["networks"][0]["hosts"][-1]["predictions"]}
+    assert all(each < 0.5 if size else 0.5 < each <= 0.8 for each in computing), "hosts share a batch, or each has one"
+    monkeypatch.setattr(profile, "machine", lambda: {"processor": "other", "cores": 64.0})
+    assert plan(capsys, *(words + more).split())["networks"] == found["networks"]
+
+
+def faster(times: float) -> Profile:
+    points = [
+        msgspec.structs.replace(each, backward_s=each.backward_s / times, update_s=each.update_s / times)
+        for each in made().points
+    ]
+    return made(points=points)
+
+
+def test_the_slowest_of_the_measured_hosts_decides_and_is_named_with_what_it_costs() -> None:
+    config, exchange = TrainConfig(framework="torch", batch_size=32), parse("hierarchical")
+
+    def planned(*speeds: float) -> Any:
+        cluster = [
+            dataclasses.replace(host, profile=faster(speed))
+            for host, speed in zip(hosts(*[FAST] * len(speeds)), speeds, strict=True)
+        ]
+        return command._measured_hosts(faster(speeds[0]), config, cluster, [exchange])
+
+    slow, equal, unequal = planned(1, 1, 1), planned(3, 3, 3), planned(3, 1, 3)
+
+    def last(each: Any) -> prediction.Prediction:
+        return each.networks["measured links"][3][0]
+
+    assert last(equal).step_s < last(unequal).step_s == pytest.approx(last(slow).step_s, rel=0.02)
+    assert not any("slowest" in note for each in (slow, equal) for note in each.notes)
+    (said,) = (note for note in unequal.notes if "slowest" in note)
+    without = planned(3, 3).networks["measured links"][2][0].samples_per_s / last(unequal).samples_per_s
+    assert said.startswith("host h1 is the slowest") and f"{without:.2f} times as fast" in said
+
+
+def test_advice_against_hosts_that_make_steps_faster_says_that_learning_decides() -> None:
+    one = prediction.predict(made(), parse("hierarchical"), hosts(FAST), 128)
+    more = dataclasses.replace(one, hosts=2, step_s=one.step_s / 1.2, steps_factor=(1.0, 1.6))
+    said = report.advice(report.Plan(profile=made(), one=one, networks={"n": {2: [more]}}), "n")
+    assert "do not add hosts" in said and "1.2 times as fast as one (" in said and "to the same accuracy" in said
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no /proc")
+def test_a_profile_that_cannot_be_kept_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/no-such-folder")
+    words = ["plan", "resnet", "--width", "0.125", "--image-size", "8", "--hosts", "2", "--global-batch-size", "8"]
+    assert cli.command([*words, "--rates", "1gbit", "--strategy", "hierarchical"]) == 0
+    out, err = capfd.readouterr()
+    assert "1gbit: 2 hosts" in out or "do not add hosts" in out
+    assert err.count("warning: the profile is not kept: /proc/no-such-folder") == 1

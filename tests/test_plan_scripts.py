@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import PROGRAMS, document, fails, launch
+from conftest import PROGRAMS, Cluster, document, fails, finished, launch, unique
 
 from hvdtrain import cli
 from hvdtrain.horovod_api import job
@@ -65,6 +67,64 @@ def test_scripts_that_cannot_be_planned_are_one_line(text: str | None, code: int
         path.write_text(text)
     fails(lambda: cli.command(["plan", str(path), "--lr", "1"]), code, "script.py", words)
     fails(lambda: cli.command(["plan", "mpirun"]), 2, "without a launcher")
+
+
+SHORT = """
+import json, sys, time, torch
+from torch.nn.parallel import DistributedDataParallel
+torch.distributed.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(64, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+print("threads", torch.get_num_threads(), file=sys.stderr)
+for step in range(200):
+    model(torch.ones(8, 64)).sum().backward()
+    ending = time.thread_time() + 0.005
+    while time.thread_time() < ending:
+        pass
+    optimizer.step()
+"""
+
+
+@pytest.mark.root
+def test_a_script_under_a_quota_has_the_launchers_threads_and_steps_that_its_quota_allows(
+    tmp_path: Path, half_core: tuple[Path, list[str]]
+) -> None:
+    """5 ms of a processor take 10 ms of half a core, also if most steps fall between the pauses."""
+    (tmp_path / "short.py").write_text(SHORT)
+    words = ["plan", str(tmp_path / "short.py"), "--hosts", "2", "--rates", "1gbit", "--strategy", "hierarchical"]
+    unset = ["env", "-u", "OMP_NUM_THREADS"]
+    done = finished([*half_core[1], *unset, sys.executable, "-m", "hvdtrain.cli", *words, "--json"])
+    assert document(done)["one_host"]["step_s"] > 0.0095
+    assert "threads 1\n" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def unequal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two virtual hosts, a and b, of 0.6 and 0.2 cores."""
+    topology, made = tmp_path_factory.mktemp("topology") / "t.toml", Cluster(unique())
+    topology.write_text("slots = 1\n[hosts.a]\ncpu_share = 0.6\n[hosts.b]\ncpu_share = 0.2\n")
+    assert (done := made.run("up", "--topology", str(topology))).returncode == 0, done.stderr
+    try:
+        yield made
+    finally:
+        assert made.run("down").returncode == 0
+
+
+@pytest.mark.root
+@pytest.mark.slow
+def test_a_plan_times_the_step_on_every_host_and_the_slowest_decides(tmp_path: Path, unequal: Cluster) -> None:
+    (tmp_path / "short.py").write_text(SHORT)
+    hvdtrain = [sys.executable, "-m", "hvdtrain.cli", "plan"]
+    words = ["-H", "a:1,b:1", "--strategy", "hierarchical", "--json"]
+    small = ["--width", "0.125", "--image-size", "8", "--global-batch-size", "16"]
+    for planned in (["resnet", *small], [str(tmp_path / "short.py")]):
+        found = document(unequal.on("a", *hvdtrain, *planned, *words))
+        two = found["networks"][0]["hosts"][-1]["predictions"][0]
+        assert two["step_s"] > two["computing_s"] > 1.1 * found["one_host"]["step_s"]
+        assert any(note.startswith("host b is the slowest") for note in found["notes"]), found["notes"]
+    (tmp_path / "short.py").write_text("1 / 0")
+    done = unequal.on("a", *hvdtrain, str(tmp_path / "short.py"), *words)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("hvdtrain: a: ")
 
 
 def test_tensorflow_optimizers_refuse_auto() -> None:

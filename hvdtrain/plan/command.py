@@ -13,6 +13,7 @@ from typing import Any
 
 from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.config.options import TrainConfig
+from hvdtrain.launch.link import address_of
 from hvdtrain.plan import coding, learning, observe, prediction, probe, profile, recorded, report, sizes
 from hvdtrain.plan.network import LATENCY_S, Link, Uplink
 from hvdtrain.plan.observe import global_batch
@@ -43,6 +44,8 @@ examples:
 MOST_HOSTS = 10_000
 MANY_COUNTS = 32
 """Longest range of hosts that is predicted in full"""
+UNEQUAL = 1.1
+"""Ratio of the slowest to the fastest host's computation above which a plan names the slowest host"""
 BOUNDS = {
     "latency": (0, 60_000),
     "ranks_per_host": (1, 1024),
@@ -80,7 +83,7 @@ def parser() -> Parser:
         metavar="LIST",
         help="numbers of hosts: 1..16 or 1,2,4; long ranges are thinned (default: 1,2,4,8)",
     )
-    top.add_argument("-H", dest="cluster", metavar="A:2,B:2", help="measure the links of these hosts over ssh")
+    top.add_argument("-H", dest="cluster", metavar="A:2,B:2", help="measure these hosts and their links over ssh")
     top.add_argument(
         "--rates", default=None, metavar="LIST", help="rates of every host's link (default: 10mbit,100mbit,1gbit)"
     )
@@ -100,6 +103,7 @@ def parser() -> Parser:
     top.add_argument("--strategy", action="append", metavar="S", help="predict this one; give it again for more")
     top.add_argument("--fresh", action="store_true", help="profile again, although there is a profile")
     top.add_argument("--json", action="store_true", help="print one JSON document")
+    top.set_defaults(pilot=True)
     return top
 
 
@@ -249,34 +253,72 @@ def _equal_hosts(
     return _plan(made, exchanges, case(rates[0], 1), cases)
 
 
-def _from_workload(options: Any, counts: Sequence[int] | None, rates: Sequence[int] | None) -> Plan:
+def _cluster(options: Any) -> list[Host]:
+    """Measure the links of -H, if it is given. Raises Failure (2, 69)."""
     cluster = probe.hosts_of(options.cluster) if options.cluster is not None else []
     if cluster:
-        counts, options.ranks_per_host = list(range(1, len(cluster) + 1)), max(host.ranks for host in cluster)
-    run = observe.script if observe.is_script(options.workload) else observe.workload
-    found = run(options, counts or [1, 2, 4, 8], prediction.reducers(_wanted(options)))
-    made, config, notes = found.profile, found.config, found.notes
+        options.ranks_per_host = max(host.ranks for host in cluster)
+    return cluster
+
+
+def _measured_hosts(made: Profile, config: TrainConfig, cluster: Sequence[Host], exchanges: Sequence[Exchange]) -> Plan:
+    """Plan for the first hosts of -H, and say what the slowest one costs."""
+
+    def case(hosts: Sequence[Host]) -> tuple[Sequence[Host], int]:
+        return hosts, global_batch(config, sum(host.ranks for host in hosts))
+
+    cases = {count: case(cluster[:count]) for count in range(1, len(cluster) + 1)}
+    plan = _plan(made, exchanges, cases[1], {"measured links": cases})
+    speeds = [f"{host.name} {8e-6 * host.link.up:.3g} up, {8e-6 * host.link.down:.3g} down" for host in cluster]
+    nodes = prediction.nodes_of(made, cluster, cases[len(cluster)][1] / sum(host.ranks for host in cluster))
+    steps_s = {node.name: node.backward_s + node.update_s for node in nodes}
+    slowest, fastest = max(steps_s, key=steps_s.__getitem__), min(steps_s, key=steps_s.__getitem__)
+    notes = [f"Mbit/s: {', '.join(speeds)}"]
+    if steps_s[slowest] > UNEQUAL * steps_s[fastest]:
+        rest = case([host for host in cluster if host.name != slowest])
+        without = prediction.best([prediction.predict(made, each, *rest) for each in exchanges])
+        gain = without.samples_per_s / plan.best("measured links")[len(cluster)].samples_per_s
+        notes.append(
+            f"host {slowest} is the slowest: it computes a step in {steps_s[slowest]:.3g} s, host {fastest} in "
+            f"{steps_s[fastest]:.3g} s; without {slowest}, the job would be {gain:.2f} times as fast"
+        )
+    return dataclasses.replace(plan, notes=notes)
+
+
+def _from_workload(options: Any, counts: Sequence[int] | None, rates: Sequence[int] | None) -> Plan:
+    names, cluster = prediction.reducers(_wanted(options)), _cluster(options)
+    if cluster:
+        addresses = {host.name: address_of(host.name) for host in cluster}
+        by_host = observe.on_hosts(addresses, options, range(1, len(cluster) + 1), names)
+        found, *_ = by_host.values()
+        cluster = [dataclasses.replace(host, profile=by_host[host.name].profile) for host in cluster]
+    else:
+        found = observe.observed(options, counts or [1, 2, 4, 8], names)
+    made, config = found.profile, found.config
     assert made and config
+    coding = [host.profile.coding_s for host in cluster if host.profile]
+    known = set(made.coding_s).intersection(*coding)
+    made = profile.with_coding(made, {name: max(each[name] for each in coding) for name in known if coding})
     able, refused = exchanges_of(options, config, made)
     if cluster:
-        some = [cluster[:count] for count in counts or ()]
-        cases = {len(each): (each, global_batch(config, sum(host.ranks for host in each))) for each in some}
-        plan = _plan(made, able, cases[1], {"measured links": cases})
-        speeds = [f"{host.name} {8e-6 * host.link.up:.3g} up, {8e-6 * host.link.down:.3g} down" for host in cluster]
-        notes = [f"Mbit/s: {', '.join(speeds)}", *notes]
+        plan = _measured_hosts(made, config, cluster, able)
     else:
         plan = _equal_hosts(made, config, options, counts, rates, able)
-    return dataclasses.replace(plan, refused=refused, notes=notes)
+    return dataclasses.replace(plan, refused=refused, notes=[*plan.notes, *found.notes])
 
 
 def _from_sizes(options: Any, counts: Sequence[int] | None, rates: Sequence[int] | None) -> Plan:
-    names = prediction.reducers(_wanted(options))
-    made, assumption = sizes.profiled(options.parameters, options.trainable, options.step_seconds, names)
-    size = options.global_batch_size
+    names, size, cluster = prediction.reducers(_wanted(options)), options.global_batch_size, _cluster(options)
+    made, notes = sizes.profiled(
+        options.parameters, options.trainable, options.step_seconds, names, options.ranks_per_host, size
+    )
     config = TrainConfig(framework="torch", batch_size=None if size else 1, global_batch_size=size)
     able, refused = exchanges_of(options, config, made)
-    plan = _equal_hosts(made, config, options, counts, rates, able)
-    return dataclasses.replace(plan, refused=refused, notes=[assumption])
+    if cluster:
+        plan = _measured_hosts(made, config, cluster, able)
+    else:
+        plan = _equal_hosts(made, config, options, counts, rates, able)
+    return dataclasses.replace(plan, refused=refused, notes=[*plan.notes, *notes])
 
 
 def _from_run(options: Any, counts: Sequence[int] | None, rates: Sequence[int] | None) -> Plan:

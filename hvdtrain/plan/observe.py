@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import dataclasses
 import importlib.util
+import io
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,12 +27,14 @@ import msgspec
 from hvdtrain.comm.lifecycle import StopSignal
 from hvdtrain.config import workloads
 from hvdtrain.config.options import TrainConfig
+from hvdtrain.launch.agent import on_host
 from hvdtrain.launch.tuning import MMAP_THRESHOLD_BYTES
 from hvdtrain.plan import coding, pilot, profile
 from hvdtrain.plan.profile import Profile
 from hvdtrain.plan.steps import WARM_UP_STEPS, Script
-from hvdtrain.system import exits, proc
+from hvdtrain.system import cgroup, exits, proc
 from hvdtrain.system.arguments import near
+from hvdtrain.system.environment import FOR_RANKS, passes
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import profiled
 from hvdtrain.training.job import Job
@@ -58,6 +62,9 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str] = []
     failure: str = ""
     code: int = 0
+
+
+ELSEWHERE = f"import sys; sys.path.append({ROOT!r}); from hvdtrain.plan import observe; observe.elsewhere()"
 
 
 class Profiler(profiled.Observer):
@@ -93,7 +100,8 @@ class Profiler(profiled.Observer):
             kept = profile.with_coding(kept, coding.measure(missing, kept.shapes, profile.CODING_S, job.threads))
             self._keep(kept, key)
         settings = profiled.pilot_key(job)
-        if kept.pilot != settings and global_batch(config, 1) != global_batch(config, 2):
+        grows = global_batch(config, 1) != global_batch(config, 2)
+        if self._options.pilot and grows and kept.pilot != settings:
             longest = f"{3 * pilot.PILOT_S:.0f} s"
             print(
                 f"training for at most {longest} to see how many more epochs a larger batch needs",
@@ -110,9 +118,12 @@ class Profiler(profiled.Observer):
         self._answer(self.found)
 
     def _keep(self, made: Profile, key: Mapping[str, Any]) -> None:
-        """Keep the profile of a workload; a script may change."""
-        if not self._is_script:
-            profile.keep(made, key)
+        """Keep the profile of a workload, if the cache can be written; a script may change."""
+        try:
+            if not self._is_script:
+                profile.keep(made, key)
+        except Failure as failure:
+            print(f"hvdtrain: warning: the profile is not kept: {failure}", file=sys.stderr, flush=True)
 
     def stepped(self, script: Script) -> None:
         self._script = script
@@ -133,8 +144,8 @@ class Profiler(profiled.Observer):
         self._end(
             profile.with_coding(made, coding.measure(self._names, made.shapes, profile.CODING_S, made.threads)),
             config,
-            f"profiled in {script.steps.timed} steps of {made.workload} with its {batch} samples per rank; for other "
-            f"batches a step is taken to cost as much as {profile.FIXED_SAMPLES:.0f} more samples",
+            f"profiled in {script.steps.timed} steps of {made.workload} with its {batch} samples per rank; "
+            f"{profile.ASSUMED_FIXED}",
         )
 
     def _with_batch(self, config: TrainConfig) -> TrainConfig:
@@ -160,14 +171,78 @@ def is_script(name: str) -> bool:
     return name not in workloads.known() and (name.endswith(".py") or Path(name).is_file())
 
 
+def observed(options: Any, counts: Sequence[int], names: Sequence[str]) -> Found:
+    """Run a workload or a script until it is profiled. Raises Failure like `workload` and `script`."""
+    return (script if is_script(options.workload) else workload)(options, counts, names)
+
+
+def on_hosts(
+    addresses: Mapping[str, str], options: Any, counts: Sequence[int], names: Sequence[str]
+) -> dict[str, Found]:
+    """Profile on all hosts at the same time, with the pilot on the first. `addresses`: host -> address.
+
+    Raises Failure as `observed` does, with the host's name, and (69) if a host does not answer.
+    """
+    passed = [f"{name}={value}" for name, value in os.environ.items() if passes(name, FOR_RANKS)]
+    python = ["env", "-C", str(Path.cwd()), *passed, sys.executable, "-P", "-c", ELSEWHERE]
+    results = {}
+    with contextlib.ExitStack() as stack:
+        started: dict[str, tuple[subprocess.Popen[bytes], io.BufferedRandom]] = {}
+        for host, address in addresses.items():
+            request = json.dumps([vars(options) | {"pilot": not started}, list(counts), names], default=str)
+            messages = stack.enter_context(tempfile.TemporaryFile())
+            process = subprocess.Popen(
+                on_host(host, address, [*python, request]),
+                stdin=subprocess.PIPE,  # its end ends the host's part
+                stdout=subprocess.PIPE,
+                stderr=messages if started else None,
+            )
+            started[host] = stack.enter_context(process), messages
+        for host, (process, messages) in started.items():
+            assert process.stdout
+            try:
+                found = msgspec.json.decode(process.stdout.read(), type=Found)
+            except msgspec.DecodeError:
+                messages.seek(0)
+                *_, said = [f"exit code {process.wait()}".encode(), *messages.read().splitlines()]
+                what = exits.printable(said.decode(errors="replace"))
+                raise Failure(
+                    f"{host}: {what}; hint: each host needs hvdtrain in {sys.prefix}", exits.UNREACHABLE
+                ) from None
+            if found.failure:
+                raise Failure(f"{host}: {found.failure}", found.code)
+            results[host] = found
+    return results
+
+
+def elsewhere() -> None:
+    """Profile on this host for `on_hosts`, and end if its process does."""
+    options, counts, names = json.loads(sys.argv[1])
+    caller, answer, nothing = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+
+    def watch() -> None:
+        os.read(caller, 1)  # returns when the caller has closed its end
+        os._exit(exits.FAILED)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        found = observed(argparse.Namespace(**options), counts, names)
+    except Failure as failure:
+        found = Found(failure=str(failure), code=failure.code)
+    with os.fdopen(answer, "wb") as stream:
+        stream.write(msgspec.json.encode(found))
+
+
 def workload(options: Any, counts: Sequence[int], names: Sequence[str]) -> Found:
     """Run a workload until it is profiled; see `Profiler`. Raises Failure (2, 65, 78) as the workload does."""
     name = options.workload
     if name not in workloads.known():
         known = ", ".join(workloads.known())
         raise Failure(
-            f"unknown workload {name!r}{near(name, workloads.known())} (known: {known}); hint: for a script, name the "
-            "file, without a launcher: hvdtrain plan train.py",
+            f"unknown workload {name!r}{near(name, workloads.known())} (known: {known}); hint: name the workload or "
+            "the script first, without a launcher: hvdtrain plan train.py --lr 0.1",
             exits.USAGE,
         )
     module, profiler = workloads.module(name), Profiler(options, counts, names)
@@ -197,7 +272,9 @@ def script(options: Any, counts: Sequence[int], names: Sequence[str]) -> Found:
         request = json.dumps([answer.fileno(), vars(options), counts, names], default=str)
         program = f"import sys; sys.path.append({ROOT!r}); from hvdtrain.plan import observe; observe.child()"
         command = [sys.executable, "-P", "-c", program, request]
-        environment = {**os.environ, **ENVIRONMENT}
+        # As the launchers do: PyTorch counts the machine's cores, whatever the quota.
+        threads = str(cgroup.threads(cgroup.host_cores(), options.ranks_per_host))
+        environment = {"OMP_NUM_THREADS": threads, **os.environ, **ENVIRONMENT}
         code = subprocess.run(
             command,
             env=environment,

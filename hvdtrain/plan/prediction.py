@@ -32,6 +32,8 @@ class Host:
     """None: the cores of the profiled host"""
     uplink: Uplink | None = None
     """Of the host's switch; None: one switch connects all hosts"""
+    profile: Profile | None = None
+    """Measured on this host; None: the plan's"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,22 +113,23 @@ def nodes_of(profile: Profile, hosts: Sequence[Host], rank_batch: float) -> list
     """Return what each host computes in a step with this batch per rank, from the profile of one rank."""
     nodes = []
     for host in hosts:
-        cores = host.cores or profile.cores
-        alone = min(profile.threads, profile.cores)  # cores of the profiled rank
-        slower = alone * host.ranks / min(profile.threads * host.ranks, cores)
+        made = host.profile or profile
+        cores = host.cores or made.cores
+        alone = min(made.threads, made.cores)  # cores of the profiled rank
+        slower = alone * host.ranks / min(made.threads * host.ranks, cores)
         local_s = 0.0 if len(hosts) > 1 else _local_s(profile, host)
         nodes.append(
             Node(
                 name=host.name,
                 link=host.link,
                 uplink=host.uplink,
-                backward_s=profile.backward_s(rank_batch) * slower,
-                update_s=profile.update_s * slower + local_s,
-                averaging_s=profile.averaging_s * host.ranks,
-                waking_s=profile.waking_s,
-                threads=profile.threads * host.ranks,
+                backward_s=made.backward_s(rank_batch) * slower,
+                update_s=made.update_s * slower + local_s,
+                averaging_s=made.averaging_s * host.ranks,
+                waking_s=made.waking_s,
+                threads=made.threads * host.ranks,
                 cores=cores,
-                variation=profile.variation,
+                variation=made.variation,
             )
         )
     return nodes

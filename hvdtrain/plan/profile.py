@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import platform
 import resource
 import statistics
@@ -48,6 +49,7 @@ FORWARD = 1 / 3
 FIXED_SAMPLES = 10.0
 """A step costs as much as that many more samples, if only one batch size is known. Profiles of ResNet-34 and of the
 captioner on CPUs have 5 to 41; 10 predicts recorded runs with other batches best (docs/benchmarks/predictions.md)"""
+ASSUMED_FIXED = f"for other batches a step is taken to cost as much as {FIXED_SAMPLES:.0f} more samples"
 
 
 # Bounds within which every prediction is finite. A profile may have been edited.
@@ -306,14 +308,15 @@ def peak_rss_bytes() -> int:
 
 def path_of(key: Mapping[str, Any]) -> Path:
     """Return the cached profile's path for everything that its times depend on."""
-    text = json.dumps([key, machine()], sort_keys=True, default=str)
+    # Hosts may share the cache, and equal processors may have unequal load.
+    text = json.dumps([key, machine(), os.uname().nodename], sort_keys=True, default=str)
     return cache_folder("plan") / f"{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
 
 
 def cached(key: Mapping[str, Any]) -> Profile | None:
     """Return the cached profile; None if there is none. Raises Failure (65) if it is damaged or of another machine."""
     path = path_of(key)
-    if not path.exists():
+    if not os.access(path, os.F_OK):
         return None
     profile = read(path)
     if profile.machine != machine():

@@ -41,9 +41,11 @@ def text(plan: Plan) -> str:
     one, profile = plan.one, plan.profile
     fixed_s, sample_s = profile.line()
     epoch = f"; an epoch takes {_duration(profile.epoch_samples / one.samples_per_s)}" if profile.epoch_samples else ""
+    device = f"{profile.model}, {profile.setup.get('device', 'cpu')}, {profile.threads} threads"
     lines = [
-        f"{profile.model}, {profile.setup.get('device', 'cpu')}, {profile.threads} threads: "
-        f"a step computes {1e3 * fixed_s:.3g} ms + {1e3 * sample_s:.3g} ms per sample",
+        f"{device}: a step computes {1e3 * fixed_s:.3g} ms + {1e3 * sample_s:.3g} ms per sample"
+        if profile.machine["processor"]
+        else profile.model,
         f"one host: {one.step_s:.3g} s per step of {one.global_batch} samples, {one.samples_per_s:.4g} samples/s"
         + epoch,
     ]
@@ -161,7 +163,7 @@ def _gain(each: Prediction, one: Prediction) -> str:
     """Say how much faster than one host, also to the same accuracy if more epochs are needed."""
     words = f"{_short(each.speedup(one))} times as fast as one"
     target = each.speedup_to_target(one)
-    if target is None or each.global_batch == one.global_batch:
+    if target is None or (each.global_batch == one.global_batch and each.steps_factor == (1.0, 1.0)):
         return words
     return f"{words} ({_short(target[0])} to {_short(target[1])} times to the same accuracy)"
 

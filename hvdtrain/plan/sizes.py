@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 from hvdtrain.plan import coding, profile
+from hvdtrain.plan.prediction import EXACT_REDUCER
 from hvdtrain.plan.profile import MOST_PARAMETERS, Point, Profile
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -30,10 +31,13 @@ def count(option: str, text: str) -> int:
     return number
 
 
-def profiled(parameters: str, trainable: str | None, step_s: float, names: Sequence[str]) -> tuple[Profile, str]:
-    """Return a profile whose samples are the batches of one rank, and its assumption. Raises Failure (2).
+def profiled(
+    parameters: str, trainable: str | None, step_s: float, names: Sequence[str], ranks: int, size: int | None
+) -> tuple[Profile, list[str]]:
+    """Return a profile, and its assumptions. Raises Failure (2).
 
-    `names`: reducers, whose coding takes the processor time that was recorded for others.
+    `names`: reducers, whose coding takes the processor time that was recorded for others. `ranks`: of a host, which has
+    a core for each and one for coding. `size`: samples of a step on one host; None: a sample is what a rank computes.
     """
     total, trained = count("--parameters", parameters), count("--trainable", trainable or parameters)
     if trained > total:
@@ -44,16 +48,19 @@ def profiled(parameters: str, trainable: str | None, step_s: float, names: Seque
         )
     columns = round(math.sqrt(trained / ARRAYS)) if trained == total else RANK
     shapes = [[math.ceil(trained / ARRAYS / columns), columns]] * ARRAYS
+    coding_s = coding.recorded(names, shapes)
+    own_s = max(step_s / 2, step_s - (ranks - 1) * coding_s[EXACT_REDUCER])  # the host's own sums are in its step
     made = Profile(
-        machine=profile.machine(),
+        machine={"processor": None, "cores": ranks + 1.0},
         workload="sizes",
         model=f"{trained / 1e6:.3g} M trained parameters of {total / 1e6:.3g} M",
         setup={},
         shapes=shapes,
         epoch_samples=None,
         threads=1,
-        points=[Point(batch=1, backward_s=step_s, update_s=0.0, variation=0.0, steps=1)],
-        coding_s=coding.recorded(names, shapes),
+        points=[Point(batch=max(1, (size or 1) // ranks), backward_s=own_s, update_s=0.0, variation=0.0, steps=1)],
+        coding_s=coding_s,
         drop_in=True,
     )
-    return made, f"the trained parameters are {ASSUMED[trained == total]}; a sample is what one rank computes in a step"
+    sample = profile.ASSUMED_FIXED if size else "a sample is what one rank computes in a step"
+    return made, [f"the trained parameters are {ASSUMED[trained == total]}", sample]

@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.plan import profile
 from hvdtrain.plan.profile import Point, Profile, Waking
 from hvdtrain.strategies.cost import Shape
+from hvdtrain.system import cgroup
 
 WARM_UP_STEPS = 4
 """Steps that are not timed. Between them it is measured how late threads wake."""
@@ -24,6 +26,7 @@ WARM_UP_STEPS = 4
 class Steps:
     """Times of an optimizer's steps."""
 
+    _last_used: ClassVar[float] = 0.0
     _last_end: ClassVar[float | None] = None
     """When an optimizer of this process ended a step. If several take turns, each has its own part of the time."""
 
@@ -37,6 +40,8 @@ class Steps:
         """Number of steps, with warm-up"""
         self._rows: list[tuple[float, float]] = []
         """Seconds until the gradients were ready, and seconds of the update"""
+        self._used: list[float] = []
+        """Processor seconds of each timed step, of all threads"""
         self._late: list[float] = []
         self._waking: Waking | None = None
         self._first: float | None = None
@@ -83,10 +88,12 @@ class Steps:
         if self._computed is None:
             return False
         self._wait()
-        now, began = time.perf_counter(), Steps._last_end
+        now, used, began = time.perf_counter(), time.process_time(), Steps._last_end
         if not self.is_warming_up and began is not None:
+            self._used.append(used - Steps._last_used)
             self._rows.append((self._computed - began, max(0.0, now - self._computed - waited_s)))
         self.made, self._computed, Steps._last_end = self.made + 1, None, now
+        Steps._last_used = used
         if self.is_warming_up:
             self._waking = Waking()
             self._waking.__enter__()
@@ -111,6 +118,8 @@ class Steps:
         `Profile.ready`.
         """
         backward_s, update_s = (statistics.median(column) for column in zip(*self._rows, strict=True))
+        if launch_env().size == 1:  # a median of short steps leaves out the time in which a quota is used up
+            backward_s = max(backward_s, statistics.median(self._used) / cgroup.process_cores() - update_s)
         variation = profile.variation([sum(row) for row in self._rows])
         parameters = sum(math.prod(shape) for shape in shapes)
         return Profile(

@@ -193,3 +193,74 @@ def test_a_resumed_run_is_a_repeat(tmp_path: Path) -> None:
             manifest["plan"]["micro_batches"] = 1
     (group,) = groups.by(load([tmp_path]).runs)
     assert group.n == 2
+
+
+NETWORK: dict[str, list[dict[str, Any]]] = {
+    "delay": [{"throttle": {"up_mbit": 10.0, "down_mbit": 10.0, "delay_ms": delay}} for delay in (0.0, 50.0)],
+    "loss": [{"throttle": {"up_mbit": 10.0, "down_mbit": 10.0, "loss_percent": loss}} for loss in (None, 2.0)],
+    "direction": [{"throttle": {"up_mbit": up, "down_mbit": 10.0}} for up in (10.0, 1000.0)],
+    "goodput": [{"throttle": None, "goodput_mbit": goodput} for goodput in (9400.0, 940.0, 94.0)],
+}
+
+
+def two_hosts(folder: Path, changes: list[dict[str, Any]], where: str = "links", **more: Any) -> Path:
+    """Three runs of two hosts for each change of the manifest's links, or of the manifest, and three of one host."""
+    for number, change in enumerate(changes):
+        for seed in range(3):
+            made = runs.make(folder / f"{number}-{seed}", hosts=2, rank_batch=16, seed=seed, train_s=10 + seed, **more)
+            with runs.edited(made / "manifest.json") as manifest:
+                for each in manifest["links"] if where == "links" else [manifest]:
+                    near = {"goodput_mbit": (1 + seed / 20) * change.get("goodput_mbit", 9)} if where == "links" else {}
+                    each |= change | near
+            if not number:
+                runs.make(folder / f"one-{seed}", hosts=1, rank_batch=32, seed=seed, train_s=15 + seed)
+    return folder
+
+
+@pytest.mark.parametrize("what", NETWORK)
+def test_runs_on_other_networks_are_no_repeats_and_the_single_host_is_the_baseline_of_each(
+    what: str, tmp_path: Path
+) -> None:
+    root = two_hosts(tmp_path / "runs", NETWORK[what])
+    found = groups.by(groups.usable(load([root]).runs))
+    assert sorted((group.key["hosts"], group.n) for group in found) == [(1, 3)] + [(2, 3)] * len(NETWORK[what])
+    table = runs.results("scaling", root)
+    assert len(table["readings"]) == len(NETWORK[what]), "their titles tell them apart"
+    assert sum(row["count"] == 2 and row["speedup"] is not None for row in table["rows"]) == len(NETWORK[what])
+    strategies = runs.results("strategies", root)
+    assert len(strategies["readings"]) == len(NETWORK[what])
+
+
+@pytest.mark.parametrize("name", ["framework version", "git commit"])
+def test_runs_of_other_software_are_no_repeats_but_two_folders_of_them_are_compared(name: str, tmp_path: Path) -> None:
+    change = {"versions": {"torch": "2.4.0"}} if name == "framework version" else {"git_commit": "beef" * 10}
+    root = two_hosts(tmp_path / "runs", [{}, change], "manifest")
+    found = groups.by(groups.usable(load([root]).runs))
+    assert sorted((group.key["hosts"], group.n) for group in found) == [(1, 3), (2, 3), (2, 3)]
+    readings = runs.results("scaling", root)["readings"].values()
+    assert any(text.startswith("Nothing to compare with: ") and name in text for text in readings)
+    before, after = two_hosts(tmp_path / "a", [{}], "manifest"), two_hosts(tmp_path / "b", [change], "manifest")
+    assert f"warning: A and B differ in {name}" in runs.results("compare", before, after)["notes"]
+
+
+def test_a_goodput_that_varies_as_measurements_do_divides_no_repeats(tmp_path: Path) -> None:
+    root = two_hosts(tmp_path / "runs", [{"throttle": None, "goodput_mbit": 90.0}])
+    assert sorted(group.n for group in groups.by(groups.usable(load([root]).runs))) == [3, 3]
+
+
+@pytest.mark.parametrize(("accuracy", "equal"), [(0.2, False), (0.6, True), (0.595, True), (0.9, True)])
+def test_more_hosts_are_not_faster_if_the_same_epochs_learn_less(accuracy: float, equal: bool, tmp_path: Path) -> None:
+    for hosts, score in ((1, 0.6), (2, accuracy)):
+        for seed in range(3):
+            folder = tmp_path / f"{hosts}-{seed}"
+            runs.make(
+                folder,
+                hosts=hosts,
+                seed=seed,
+                steps_per_epoch=8 // hosts,
+                train_s=1.2 / hosts + seed / 100,
+                test_accuracy=score,
+            )
+    (reading,) = runs.results("scaling", tmp_path)["readings"].values()
+    assert ("makes training faster" in reading) == equal
+    assert ("test accuracy 60 % with 1 host, test accuracy 20 % with 2 hosts" in reading) == (not equal)

@@ -52,7 +52,10 @@ RUNS: dict[str, Column] = {
     "processor": _text("CPU models of the ranks, and their cores"),
     "precision": _text("arithmetic of the forward and backward pass: fp32, bf16 or fp16"),
     "rate_mbit": _number("rate of the throttle; null: unlimited, or a single host", "Mbit/s"),
+    "network": _text("throttles of the links: rates up/down, delay and loss; null: not recorded, or a single host"),
     "goodput_mbit": _number("TCP payload of the slowest link, measured before step 0", "Mbit/s"),
+    "framework_version": _text("version of the framework"),
+    "git_commit": _text("commit of hvdtrain's checkout; null: an installed package"),
     "parameters": _number("parameters of the model"),
     "rank_batch": _number("samples per rank and step"),
     "global_batch": _number("samples per step over all ranks"),
@@ -107,6 +110,7 @@ LABELS = {
     "cores": "cores per host",
     "threads": "threads per rank",
     "rate_mbit": "rate",
+    "goodput_mbit": "goodput",
     "rank_batch": "batch per rank",
     "data_fingerprint": "data set",
     "train_samples": "training samples",
@@ -120,10 +124,18 @@ def label(name: str) -> str:
 
 GROUP = (
     *("workload", "framework", "strategy", "backend", "device", "cores", "threads", "precision"),
-    *("hosts", "ranks_per_host", "rate_mbit", "launcher", "fill"),
+    *("framework_version", "git_commit"),
+    *("hosts", "ranks_per_host", "rate_mbit", "network", "goodput_mbit", "launcher", "fill"),
     *("rank_batch", "global_batch", "parameters", "data_fingerprint", "train_samples", "epochs", "settings"),
 )
-"""Runs that agree in these are repeats of one experiment; they differ only in seed, repeat and chance"""
+"""Runs that agree in these are repeats of one experiment; they differ only in seed, repeat and chance. See `alike` for
+goodputs"""
+
+
+def alike(goodput_mbit: float, next_mbit: float) -> bool:
+    """Whether the next larger goodput may be of the same link. Above 1 Gbit/s processors limit it, and it varies."""
+    return next_mbit <= (1.2 if goodput_mbit < 1000 else 2.0) * goodput_mbit
+
 
 TIMING = frozenset(
     {

@@ -18,12 +18,15 @@ Kind = Literal["strong", "weak", "other"]
 Count = Literal["hosts", "ranks"]
 WORK = ("workload", "parameters", "data_fingerprint", "train_samples", "epochs")
 MEANS = ("device", "cores", "threads", "precision")
-SAME = (*WORK, "framework", *MEANS)
+SOFTWARE = ("framework_version", "git_commit")
+NETWORK = ("network", "goodput_mbit")
+SAME = (*WORK, "framework", *MEANS, *SOFTWARE, *NETWORK)
 """Must be equal to compare numbers of ranks"""
 PER_HOST = (*SAME, "ranks_per_host")
 """Must be equal to compare numbers of hosts"""
-DEVICES = tuple(name for name in SAME if name != "device")
-"""Must be equal to compare devices. Only CPUs have cores and threads, so a GPU may be compared with a CPU"""
+DEVICES = tuple(name for name in SAME if name not in ("device", *SOFTWARE))
+"""Must be equal to compare devices. Only CPUs have cores and threads, so a GPU may be compared with a CPU, and its
+framework may have another version"""
 CHOSEN = (*WORK, *MEANS)
 """Must be equal on two sides that the user names, which may differ in strategy, framework and hosts"""
 MUST: dict[Count, tuple[str, ...]] = {"hosts": PER_HOST, "ranks": SAME}
@@ -48,12 +51,10 @@ def differing(a: Group, b: Group, names: Iterable[str]) -> list[str]:
 
 def unrecorded(a: Group, b: Group, names: Iterable[str]) -> list[str]:
     """The columns that only one of the groups has recorded. A GPU never has cores and threads."""
-    same_device = a.key["device"] == b.key["device"]
-    return [
-        name
-        for name in names
-        if (a.value(name) is None) != (b.value(name) is None) and (same_device or name not in ("cores", "threads"))
-    ]
+    skipped = {"goodput_mbit"}  # of groups that no other goodput divides
+    skipped |= {"network"} if 1 in (a.key["hosts"], b.key["hosts"]) else set()
+    skipped |= {"cores", "threads"} if a.key["device"] != b.key["device"] else set()
+    return [name for name in names if name not in skipped and (a.value(name) is None) != (b.value(name) is None)]
 
 
 def batch_kinds(a: Group, b: Group) -> list[Kind]:

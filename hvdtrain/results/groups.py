@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
-from hvdtrain.results.columns import GROUP, RUNS, TIMING
+from hvdtrain.results.columns import GROUP, RUNS, TIMING, alike
 from hvdtrain.results.scores import all_columns
 from hvdtrain.results.statistics import Statistic, summary
 from hvdtrain.system.exits import printable
@@ -74,12 +76,29 @@ def usable(runs: pd.DataFrame) -> pd.DataFrame:
 def by(runs: pd.DataFrame, columns: Sequence[str] = GROUP) -> list[Group]:
     """Groups of runs that agree in these columns or settings, sorted by their values, missing values last."""
     keys = pd.DataFrame({name: resolve(runs, name) for name in columns}, dtype=object)
-    numbers = keys.groupby(list(columns), dropna=False, sort=False).ngroup()
+    if exact := [name for name in columns if name != "goodput_mbit"]:
+        numbers = keys.groupby(exact, dropna=False, sort=False).ngroup()
+    else:
+        numbers = pd.Series(0, keys.index)
     groups = []
     for rows in numbers.groupby(numbers).indices.values():
-        values = [None if is_missing(value) else value for value in keys.iloc[rows[0]]]
-        groups.append(Group(dict(zip(columns, values, strict=True)), runs.iloc[rows]))
+        for goodput, some in by_goodput(runs.iloc[rows]) if "goodput_mbit" in columns else [(None, runs.iloc[rows])]:
+            values = [None if is_missing(value) else value for value in keys.iloc[rows[0]]]
+            key = dict(zip(columns, values, strict=True))
+            groups.append(Group(key | ({"goodput_mbit": goodput} if "goodput_mbit" in key else {}), some))
     return sorted(groups, key=lambda group: [(v is None, str(type(v)), v) for v in group.key.values()])
+
+
+def by_goodput(runs: pd.DataFrame) -> list[tuple[float | None, pd.DataFrame]]:
+    """The runs by the goodput of their links, each part with its median; None if all are alike or it is unknown."""
+    measured = sorted(runs["goodput_mbit"].dropna())
+    starts = [after for before, after in itertools.pairwise(measured) if not alike(before, after)]
+    if not starts:
+        return [(None, runs)]
+    number = runs["goodput_mbit"].map(lambda goodput: bisect.bisect(starts, goodput) if goodput == goodput else -1)
+    parts = [runs[number == each] for each in sorted(set(number))]
+    medians = [float(f"{part['goodput_mbit'].median():.3g}") for part in parts]
+    return [(None if is_missing(median) else median, part) for median, part in zip(medians, parts, strict=True)]
 
 
 def is_missing(value: Any) -> bool:
@@ -88,7 +107,7 @@ def is_missing(value: Any) -> bool:
 
 def short(name: str, value: Any) -> Any:
     """A value of a key as printed."""
-    if name == "data_fingerprint" and isinstance(value, str):
+    if name in ("data_fingerprint", "git_commit") and isinstance(value, str):
         return value[:8]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 

@@ -42,7 +42,7 @@ def row(folder: Path, problems: list[Problem], epochs: dict[str, list[steps.Time
             if SET_ASIDE.fullmatch(folder.name):
                 columns["marked"] = columns["marked"] or "set aside by its sweep"
         if columns["hosts"] == 1:
-            columns["rate_mbit"] = None  # uses no link, and is therefore the baseline of every rate
+            columns |= {"rate_mbit": None, "network": None}  # uses no link, so it is the baseline of every rate
         columns |= _measured(folder, manifest, declared, columns, problems, epochs)
     except Failure as failure:
         problems.append(_problem(failure))
@@ -83,7 +83,10 @@ def _settings_of(manifest: records.Manifest) -> dict[str, Any]:
         "processor": printable(" and ".join(processors)) or None,
         "precision": text(config.get("precision")),
         "rate_mbit": _rate_mbit(manifest.links),
+        "network": _throttles(manifest.links),
         "goodput_mbit": min(numbers(link.get("goodput_mbit") for link in manifest.links), default=None),
+        "framework_version": _framework_version(manifest),
+        "git_commit": text(manifest.git_commit),
         "parameters": number(manifest.model.get("parameters")),
         "rank_batch": number(plan.get("rank_batch")),
         "global_batch": number(plan.get("global_batch")),
@@ -115,6 +118,26 @@ def _rate_mbit(links: list[dict[str, Any]]) -> float | None:
     """The lowest rate of any link's throttle; None without a throttle."""
     throttles = [link["throttle"] for link in links if isinstance(link.get("throttle"), dict)]
     return min(numbers(each.get(key) for each in throttles for key in ("up_mbit", "down_mbit")), default=None)
+
+
+def _throttles(links: list[dict[str, Any]]) -> str | None:
+    """`10/1000 Mbit/s, 50 ms, 2 % loss`, for each different throttle; None without links."""
+    found = dict.fromkeys(_throttle(link["throttle"]) for link in links if "throttle" in link)
+    return printable("; ".join(sorted(found))) or None
+
+
+def _throttle(throttle: Any) -> str:
+    if not isinstance(throttle, dict):
+        return "unlimited"
+    up, down, delay, loss = map(number, map(throttle.get, ("up_mbit", "down_mbit", "delay_ms", "loss_percent")))
+    rates = "/".join("unlimited" if rate is None else f"{rate:g}" for rate in (up, down))
+    words = [f"{rates} Mbit/s", f"{delay:g} ms" if delay else "", f"{loss:g} % loss" if loss else ""]
+    return ", ".join(filter(None, words))
+
+
+def _framework_version(manifest: records.Manifest) -> str | None:
+    framework = str(manifest.config.get("framework"))
+    return text(manifest.versions.get(framework) or manifest.versions.get(f"{framework}-cpu"))
 
 
 def _experiment(experiment: records.Experiment) -> dict[str, Any]:

@@ -42,7 +42,7 @@ FIGURES: dict[str, Column] = {
 """How measurements of groups are printed"""
 FIRST = ("strategy", "device", "hosts", "rate_mbit")
 """Settings in front of the others"""
-FOLLOW = ("rank_batch", "backend", "launcher", "fill")
+FOLLOW = ("rank_batch", "backend", "network", "launcher", "fill")
 """Settings that usually follow from others"""
 PARTS = {"train": "train", "validation": "validation", "test": "test", "best_validation": "best validation"}
 
@@ -144,7 +144,12 @@ def _mixed(experiments: Sequence[Group], group_by: Sequence[str] | None) -> list
         name
         for group in experiments
         for name in set(GROUP) - set(group_by or GROUP)
-        if len({None if groups.is_missing(value) else value for value in group.column(name)}) > 1
+        if (
+            len(groups.by_goodput(group.runs))
+            if name == "goodput_mbit"
+            else len({None if groups.is_missing(value) else value for value in group.column(name)})
+        )
+        > 1
     }
     return [f"warning: these groups average over different {', '.join(sorted(inside))}"] if inside else []
 

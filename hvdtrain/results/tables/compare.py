@@ -17,7 +17,7 @@ import pandas as pd
 
 from hvdtrain.results import groups, scores
 from hvdtrain.results.columns import label
-from hvdtrain.results.comparability import CHOSEN, describe, differing, obstacles, unrecorded
+from hvdtrain.results.comparability import CHOSEN, SOFTWARE, describe, differing, obstacles, unrecorded
 from hvdtrain.results.groups import Group
 from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.statistics import LEVEL, Statistic, holm, p_value, summary
@@ -75,7 +75,7 @@ def pairs(before: Loaded, after: Loaded) -> list[tuple[Group, Group]]:
         return [(a[0], b[0])]
     matched = []
     for group in a:
-        fitting = [other for other in b if not _different(group, other)]
+        fitting = [other for other in b if not set(_different(group, other)) - set(SOFTWARE)]
         exact = [other for other in fitting if other.key == group.key]
         if len(fitting) == 1 or exact:
             matched.append((group, (exact or fitting)[0]))

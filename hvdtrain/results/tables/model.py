@@ -1,7 +1,7 @@
 """A table of results. Cells are text, numbers, or statistics with their spread, and each column has a unit.
 
 Terminal and report print the same `text()`, so both round alike. A value with a spread gets enough decimals to show two
-digits of half the spread, but at most four significant digits (three for a ratio).
+digits of half the spread, but at most four significant digits (three for a ratio, and at least two).
 """
 
 from __future__ import annotations
@@ -137,6 +137,8 @@ def _with_spread(value: Statistic | Interval, column: Column) -> str:
     low, high = (bound * column.scale for bound in span)
     half = max(high - mean, mean - low)
     places = decimals(mean, half, 3 if isinstance(value, Interval) else 4)
+    if isinstance(value, Interval) and mean:
+        places = max(places, 1 - _magnitude(mean))
     least, most = f"{low:,.{places}f}", f"{high:,.{places}f}"
     if isinstance(value, Interval):
         return f"{mean:,.{places}f} ({least}-{most})"

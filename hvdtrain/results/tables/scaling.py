@@ -7,7 +7,7 @@ import math
 import shlex
 from collections.abc import Sequence
 
-from hvdtrain.results import groups, scaling
+from hvdtrain.results import groups, scaling, scores
 from hvdtrain.results.columns import label
 from hvdtrain.results.comparability import (
     MUST,
@@ -40,6 +40,8 @@ from hvdtrain.results.tables.model import Column, Table, number
 
 NOT_COMPARED = "not compared"
 SINGLE = "Single runs have no spread, so this may be chance; repeat them with another --seed."
+LESS = 0.02
+"""Relative difference of scores from which runs of the same epochs are not equally good"""
 BATCHES = {
     "strong": "strong scaling: equal global batch",
     "weak": "weak scaling: equal batch per rank",
@@ -205,16 +207,20 @@ def reading(curve: Sequence[Row], count: Count) -> str:
     if not grown:
         return f"The number of {count} is equal; the speed-up compares other settings."
     against = {_change(timed[0], row) for row in grown}
+    worse = [row for row in grown if _learns_less(row, timed[0])]
+    what = "the same epochs" if worse else "training"
     single = any(row.train_s.n < 2 for row in timed if row.train_s)
     if set(steps) == {"slower"}:
         conclusion = f"Each added {one} makes training slower"
     elif set(steps) == {"faster"}:
-        conclusion = f"Each added {one} makes training faster"
+        conclusion = f"Each added {one} makes {what} faster"
     elif against == {"slower"}:
         conclusion = f"Any number of {count} above {timed[0].count:g} makes training slower"
     elif "faster" in against:
         best = min(timed, key=lambda row: row.train_s.mean if row.train_s else math.inf)
-        conclusion = f"Training is fastest with {many(best.count, count)}"
+        conclusion = (
+            f"{what.capitalize()} {'take least time' if worse else 'is fastest'} with {many(best.count, count)}"
+        )
         turn = next((row for row, step in zip(timed[1:], steps, strict=True) if step == "slower"), None)
         if close := [f"{row.count:g}" for row in timed if row is not best and _change(best, row) != "slower"]:
             conclusion += f", but {' and '.join(close)} are not clearly slower"
@@ -228,9 +234,30 @@ def reading(curve: Sequence[Row], count: Count) -> str:
     if (share := last.group.statistic("communication_share")) is not None:
         facts.append(f"with {many(last.count, count)}, waiting for the exchange is {100 * share.mean:.0f} % of a step")
     doubt = f" {SINGLE}" if single else ""
+    if worse:
+        scored = [f"{_score(row)} with {many(row.count, count)}" for row in (timed[0], *worse)]
+        doubt += (
+            f" But they learn less: {', '.join(scored)}; `hvdtrain results accuracy --target` compares times to one."
+        )
     if doubted := [row for row in grown if row.suspect]:
         return f"{suspicion(doubted, count)} Measured: {'; '.join(facts)}.{doubt}"
     return f"{conclusion}: {'; '.join(facts)}.{doubt}"
+
+
+def _learns_less(row: Row, base: Row) -> bool:
+    """Whether the mean score is clearly worse than that of the baseline."""
+    here, there = row.group.statistic("test_score"), base.group.statistic("test_score")
+    names = {*row.group.values("primary_metric"), *base.group.values("primary_metric")}
+    if here is None or there is None or len(names) != 1:
+        return False
+    declared = scores.of_run(row.group.values("scores")[0])[names.pop()]
+    return declared.better(there.mean, here.mean) and abs(here.mean - there.mean) > LESS * abs(there.mean)
+
+
+def _score(row: Row) -> str:
+    (name, *_), (declared, *_) = (row.group.values(column) for column in ("primary_metric", "scores"))
+    score, mean = scores.of_run(declared)[name], row.group.statistic("test_score")
+    return f"test {score.label} {scores.words(score, float(f'{mean.mean if mean else math.nan:.3g}'))}"
 
 
 def suspicion(doubted: Sequence[Row], count: Count) -> str:

@@ -202,6 +202,34 @@ HVDTRAIN_MONITOR_MS = 100
 
 
 @pytest.mark.slow
+def test_runs_of_an_older_script_are_set_aside_and_a_script_has_the_sweeps_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", "mine")
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "beside.py").write_text("")
+    recorded = (ROOT / "tests" / "programs" / "own_recorded.py").read_text()
+    check = 'import os\nassert os.environ["HF_HOME"] == "mine"\n'
+    future, rest = recorded.split("from __future__ import annotations\n")
+    (programs / "train.py").write_text(f"{future}from __future__ import annotations\n{check}{rest}")
+    sweep = Command(tmp_path, f'[[grid]]\nlauncher = "none"\ncommand = "{programs / "train.py"} --quiet"\n')
+    try:
+        for changed in (None, "beside.py", "train.py"):
+            if changed:
+                with (programs / changed).open("a") as script:
+                    script.write("# changed\n")
+            code, document = sweep.document()
+            assert (code, document["counts"]["done"]) == (0, 1), document
+            code, document = sweep.document()
+            assert (code, document["counts"]["kept"]) == (0, 1), document
+        (name,) = {name.partition("-other")[0] for name in sweep.folders()}
+        assert sweep.folders() == [name, f"{name}-other1", f"{name}-other2"]
+    finally:
+        shutil.rmtree(sweep.locks, ignore_errors=True)
+
+
+@pytest.mark.slow
 def test_energy_runs_use_sensors_and_experiments_without_gpus_are_skipped(sweep: Command) -> None:
     sweep.file.write_text(
         f'protocol = "T,E"\ncooldown_s = 0.2\norder = "as-written"\n{SMALL}'

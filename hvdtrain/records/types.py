@@ -326,6 +326,8 @@ class Experiment(_Record, frozen=True, kw_only=True):
     order: Count
     """Place in the sweep's order of launches, from 0"""
     settings: dict[str, Any]
+    program: str | None = None
+    """SHA-256 of the script that a sweep's command names and of the Python files beside it; null: a workload"""
     command: list[str]
     rate_mbit: Amount | None
     """Requested from the throttle; null: unlimited"""

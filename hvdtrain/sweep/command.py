@@ -39,9 +39,8 @@ def as_root(command: Command) -> Command:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a run on this machine. It has the variables of a virtual host and SSH and Slurm settings.
-
-    HVDTRAIN_* are omitted because they would override the sweep file.
+    """The environment of a run on this machine: the sweep's own, or under sudo the variables of a virtual host, SSH and
+    Slurm. HVDTRAIN_* are omitted because they would override the sweep file.
     """
     try:
         user = pwd.getpwnam(calling_user())
@@ -51,6 +50,8 @@ def environment() -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HVDTRAIN_")}
     # cluster.sh uses SUDO_* to create and enter the cluster of the calling user.
     variables = enter.environment(inherited, user, ("SUDO_*", "SSH_AUTH_SOCK", "SLURM_*", "HOSTNAME"))
+    if user.pw_uid == os.geteuid():
+        variables = inherited | variables
     folder = str(Path(sys.executable).parent)
     if folder not in variables["PATH"].split(os.pathsep):
         variables["PATH"] = os.pathsep.join([folder, variables["PATH"]])

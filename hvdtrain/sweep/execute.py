@@ -207,6 +207,7 @@ class Executor:
             attempt=attempt,
             order=run.order,
             settings=run.experiment.settings,
+            program=folder.program(run),
             command=words,
             rate_mbit=rate / 1e6 if rate else None,
             rate_off_percent=check.off_percent,

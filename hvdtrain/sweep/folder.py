@@ -1,17 +1,19 @@
 """The folder of a run: decides whether the run is finished and its records match the settings.
 
-A finished run has COMPLETE, the same settings in experiment.json, a manifest that agrees with the dry run, and
-links at the requested rate. Any other folder with that name is renamed. Folders are never deleted.
+A finished run has COMPLETE, the same settings and program in experiment.json, a manifest that agrees with the dry run,
+and links at the requested rate. Any other folder with that name is renamed. Folders are never deleted.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pwd
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hvdtrain import records
+from hvdtrain.sweep import file
 from hvdtrain.sweep.dry_run import MONITORS, DryRun
 from hvdtrain.sweep.file import NEVER_FLAGS
 from hvdtrain.sweep.grid import UNLIMITED, Run
@@ -23,6 +25,8 @@ from hvdtrain.system.redaction import without_secret_values
 R = TypeVar("R", bound=records.Record)
 LOG = Path("logs") / "launch.log"
 TAIL_LINES = 6
+SCRIPT_BYTES = files.MIB
+"""A larger file that a command names is data"""
 
 
 def state(folder: Path, run: Run, dry_run: DryRun | None) -> tuple[str, str | None]:
@@ -38,9 +42,29 @@ def state(folder: Path, run: Run, dry_run: DryRun | None) -> tuple[str, str | No
     for name, expected in (("settings", settings), ("kind", run.kind), ("repeat", run.repeat)):
         if getattr(request, name) != expected:
             return "other", f"{name} differ"
+    if request.program is not None and request.program != program(run):  # older sweeps did not record it
+        return "other", "the script, or a Python file beside it, has changed"
     if problem := mismatch(folder, run, dry_run):
         return "other", problem
     return ("marked", request.marked) if request.marked else ("done", None)
+
+
+def program(run: Run) -> str | None:
+    """See `records.Experiment.program`. Raises Failure (74, 77) if a file cannot be read."""
+    if "command" not in (settings := run.experiment.settings):
+        return None
+    digest = hashlib.sha256()
+    named = {path.absolute() for path in map(Path, file.program(settings["command"])) if path.is_file()}
+    beside = {path for script in named if script.suffix == ".py" for path in script.parent.glob("*.py")}
+    for path in sorted(named | beside):
+        try:
+            if path.stat().st_size > SCRIPT_BYTES:
+                continue
+            content = files.read(path, SCRIPT_BYTES)
+        except OSError as error:
+            raise files.refused(path, error, exits.IO_ERROR, "a sweep reads its scripts") from None
+        digest.update(f"{path.name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
 
 
 def read(path: Path, cls: type[R]) -> R | None:

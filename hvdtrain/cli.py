@@ -37,9 +37,9 @@ examples:
 
 IMAGES = """Prepare a folder of images, one folder per class, for training.
 
-If the source contains the folders train, val (valid, validation) and test, with the classes in them, they are the
-parts. Images are decoded, turned upright and resized once, and stored in memory-mapped arrays. To resume an interrupted
-preparation, run the same command again.
+If the source contains the folders train, val and test (or names with such a word), with the classes in them, they are
+the parts. Images are decoded, turned upright and resized once, and stored in memory-mapped arrays. To resume an
+interrupted preparation, run the same command again.
 
 examples:
   hvdtrain data images Fish_Dataset fish --size 197x148 --gray --split 85/2/13
@@ -49,8 +49,8 @@ examples:
 
 CAPTIONS = """Prepare images with captions, such as Flickr8k, for training a captioning model.
 
-The source may contain Flickr8k.token.txt with its three lists, Flickr30k's results.csv, or a captions.txt or
-captions.csv table, whose column `split` (train, val, test) is optional.
+The source may contain Flickr8k.token.txt with its three lists, Flickr30k's results.csv, COCO's
+captions_*.json, or a captions.txt or captions.csv table, whose column `split` (train, val, test) is optional.
 Errors name the file and the line. To resume an interrupted preparation, run the same command again.
 
 examples:

@@ -102,6 +102,15 @@ def test_flags_cannot_be_abbreviated() -> None:
             resume.parse(ResNetConfig, "resnet", "", [word, "x"])
 
 
+@pytest.mark.parametrize("cls", [ResNetConfig, CaptioningConfig, TabularConfig, SolarConfig])
+def test_no_line_of_the_options_is_wider_than_80_columns(cls: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--help"], ["--help", "all"]):
+        with pytest.raises(SystemExit):
+            parse(cls, words, prog="p", purpose="many words " * 20 + "\n\nexamples:\n  " + "c" * 90)
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if len(line) > 80] == ["  " + "c" * 90], "commands are not wrapped"
+
+
 def test_only_misspelled_variables_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     others = ("RECORD", "MPI", "LAUNCHED_WITH", "THREADS_BY_LAUNCHER", "POWERCAP", "LAYERS", "EPOCHS")
     options = [field.name.upper() for cls in CONFIGS for field in dataclasses.fields(cls)]

@@ -141,7 +141,8 @@ def _sensor(zone: Zone, device: str, name: str, interval_s: float) -> Sensor:
     if interval_s > sensor.safe_s:
         reason = (
             f"its counter wraps after {sensor.range_uj / 1e6:.0f} J, perhaps twice in {interval_s:g} s; "
-            f"hint: lower --monitor-ms to {sensor.safe_s * 1000:.0f}"
+            f"hint: read it every {sensor.safe_s * 1000:.0f} ms or more often (a run's --monitor-ms, or --seconds of "
+            "`hvdtrain monitors`)"
         )
         return Sensor(device, name, reason)
     return sensor

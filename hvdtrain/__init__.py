@@ -4,18 +4,8 @@ import sys
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
 __version__ = "0.1.0"
-
-
-def __getattr__(name: str) -> Any:
-    """`train`, which is imported when it is asked for: see `own.train`."""
-    if name != "train":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from hvdtrain.training.own import train
-
-    return train
 
 
 class _TritonGuard(Loader):

@@ -53,25 +53,3 @@ def test_horovods_synthetic_benchmark(framework: str, tmp_path: Path) -> None:
         assert other.keys() == weights[0].keys()
         for name, values in weights[0].items():
             np.testing.assert_allclose(other[name], values, rtol=1e-4, atol=1e-6, err_msg=name)
-
-
-@pytest.mark.slow
-def test_own_model_over_hosts_sends_less_with_powersgd(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    sent = "--strategy", "powersgd:rank=4", "--run-dir", str(tmp_path / "run")
-    done = launch(2, [ON_HOSTS, "own_model", *sent], extra={"PYTHONPATH": str(ROOT / "examples")})
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = (tmp_path / "run" / "metrics" / "rank0000.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines if '"type":"step"' in line]
-    parameters = json.loads((tmp_path / "run" / "manifest.json").read_text())["model"]["parameters"]
-    assert 0 < steps[0]["bytes_sent"] < parameters, "a quarter of the bytes of a ring"
-
-
-def test_the_example_of_the_guide_learns(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    page = (ROOT / "docs" / "guides" / "hvdtrain-train.md").read_text()
-    (code,) = re.findall(r"^```python\n(import torch\n.*?)^```$", page, re.M | re.S)
-    (tmp_path / "diabetes.py").write_text(code)
-    done = launch(0, [str(tmp_path / "diabetes.py")], extra={"HVDTRAIN_RUN_DIR": str(tmp_path / "run")})
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert float(done.stdout.split()[-1]) > 0.4

@@ -115,7 +115,7 @@ def command_line() -> Iterator[str]:
 
 
 def training_options() -> Iterator[str]:
-    yield from ("# Options", "", "Options of every workload and of [`hvdtrain.train`](../guides/hvdtrain-train.md).")
+    yield from ("# Options", "", "Options of every workload.")
     yield "`--batch-size 64` is also the variable `HVDTRAIN_BATCH_SIZE=64`, and the key `batch_size = 64` of a"
     yield from ("`--config` file. Precedence: flags, then the file, then variables, then defaults.", "")
     for title, fields in parser._groups(TrainConfig).items():

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -51,16 +51,6 @@ class Split(Protocol):
 
         A model derives the step's random numbers on this rank from `key`, 64 bits; it is None in evaluation.
         """
-
-    def batches(self, requests: Iterator[Request], rank: int, size: int) -> Iterator[Batch]:
-        """The batch of each request, in order. All requests come from rank `rank` of `size`."""
-        for request in requests:
-            yield self.batch(*request)
-
-    def part(self, items: NDArray[np.int64], cuts: Sequence[int], rank: int) -> NDArray[np.int64]:
-        """One rank's part of `items`, the items of a step over all ranks. `cuts` are the borders of equal or
-        proportional parts."""
-        return items[cuts[rank] : cuts[rank + 1]]
 
 
 class Request(NamedTuple):

@@ -144,7 +144,7 @@ class Loader:
 
     def _batches(self, number: int, start: int) -> Iterator[Batch]:
         steps, copies = itertools.tee(self._steps(number, start))
-        batches = self._split.batches(itertools.chain.from_iterable(copies), self._rank, self._size)
+        batches = (self._split.batch(*request) for request in itertools.chain.from_iterable(copies))
         draws = self._augment.draws(self._seed, number, len(self._split)) if self._augment else None
         for requests in steps:
             parts = tuple(itertools.islice(batches, len(requests)))
@@ -169,7 +169,8 @@ class Loader:
         first = self.step_at(start)
         for step, (begin, end) in enumerate(itertools.pairwise([start, *self.ends(start)]), start=first):
             global_items = order[begin:end]
-            items = self._split.part(global_items, _cuts(len(global_items), self._parts, self._least), self._rank)
+            cuts = _cuts(len(global_items), self._parts, self._least)
+            items = global_items[cuts[self._rank] : cuts[self._rank + 1]]
             name = [self._seed, number, step, self._rank]
             count = max(1, min(self._micro_batches, len(items) // 2))
             borders = [len(items) * part // count for part in range(count + 1)]
@@ -204,13 +205,13 @@ def shard(
 
 def _in_order(split: Split, batch_size: int, rank: int, cuts: Sequence[int]) -> Iterator[Batch]:
     size, samples = len(cuts) - 1, np.arange(cuts[-1])
-    parts = [split.part(samples, cuts, each) for each in range(size)]
+    parts = [samples[cuts[each] : cuts[each + 1]] for each in range(size)]
     requests = (
         Request(items[rank], np.concatenate(items), None)
         for done in range(0, len(parts[rank]), batch_size)
         for items in [[part[done : done + batch_size] for part in parts]]
     )
-    return split.batches(requests, rank, size)
+    return (split.batch(*request) for request in requests)
 
 
 def _ends(samples: int, start: int, global_batch: int, size: int) -> list[int]:

@@ -115,7 +115,7 @@ def wanted(strategy: str | None = None, *, chooses: bool = False) -> Exchange | 
     if profiled.observer() or rule(strategy):
         if not chooses:
             problem = "strategy auto and hvdtrain plan do not work with TensorFlow's optimizers and tapes"
-            raise Failure(f"{problem}; hint: name a strategy, or use hvdtrain.train", exits.BAD_CONFIG)
+            raise Failure(f"{problem}; hint: name a strategy", exits.BAD_CONFIG)
         text = DEFAULT_REDUCER
     missing = next((front.missing for front in _known if front.missing), "")
     if not text and (launcher in WITHOUT_HOROVOD or (missing and launcher == "alone")):

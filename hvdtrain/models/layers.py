@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,30 +28,6 @@ class Layer:
     length. The first number may differ between batches."""
     multiply_adds: float
     """Multiply-adds for one sample, forward."""
-
-
-def grouped(children: Iterable[tuple[Layer, bool, bool]]) -> tuple[list[Layer], list[int]]:
-    """Groups a sequence of children into layers; returns the layers and the first child of each.
-
-    Each child is given as a layer, whether it has something to train, and whether its only input is one tensor of
-    floats with a row per sample. A layer begins with a child for which both are true.
-    """
-    layers, begins, learning = list[Layer](), list[int](), False
-    for number, (child, learns, fits) in enumerate(children):
-        if layers and not (learning and learns and fits):
-            before = layers.pop()
-            child = replace(
-                before,
-                arrays=tuple(dict.fromkeys((*before.arrays, *child.arrays))),
-                output=child.output,
-                multiply_adds=before.multiply_adds + child.multiply_adds,
-            )
-        else:
-            begins.append(number)
-            learning = False
-        layers.append(child)
-        learning |= learns
-    return layers, begins
 
 
 def select(layers: Mapping[str, Shapes], stage: range | None) -> Shapes:

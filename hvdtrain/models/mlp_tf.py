@@ -6,9 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.models.layers import regression_terms
 from hvdtrain.models.layers_tf import Held, Scope, cross_entropies
 from hvdtrain.models.mlp import MLPSpec, parameters
-from hvdtrain.models.own_tf import errors
 
 
 def cross_entropy(
@@ -26,7 +26,8 @@ def forecast_error(outputs: tf.Tensor, targets: tf.Tensor) -> tuple[tf.Tensor, d
     """Sum of the squared errors, and the sums of `hvdtrain.solar.Forecast`; outputs (N, 1), targets (N, 2): the reading
     to predict, and the last one of the window."""
     truth, last = tf.unstack(targets, 2, 1)
-    sums = {name: tf.reduce_sum(values) for name, values in errors(outputs, truth).items()}
+    terms = regression_terms(tf.cast(outputs[:, 0], tf.float64), tf.cast(truth, tf.float64))
+    sums = {name: tf.reduce_sum(values) for name, values in terms.items()}
     persistence = tf.reduce_sum((tf.cast(last, tf.float64) - tf.cast(truth, tf.float64)) ** 2)
     return tf.reduce_sum((outputs[:, 0] - truth) ** 2), sums | {"persistence": persistence}
 

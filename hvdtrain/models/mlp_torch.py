@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
+from hvdtrain.models.layers import regression_terms
 from hvdtrain.models.layers_torch import Predicts
 from hvdtrain.models.mlp import MLPSpec
-from hvdtrain.models.own_torch import errors
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
@@ -26,7 +26,8 @@ def forecast_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, 
     """Sum of the squared errors, and the sums of `hvdtrain.solar.Forecast`; outputs (N, 1), targets (N, 2): the reading
     to predict, and the last one of the window."""
     truth, last = targets.unbind(1)
-    sums = {name: values.sum() for name, values in errors(outputs.detach(), truth).items()}
+    terms = regression_terms(outputs.detach()[:, 0].double(), truth.double())
+    sums = {name: values.sum() for name, values in terms.items()}
     sums["persistence"] = (last.double() - truth.double()).square().sum()
     return F.mse_loss(outputs[:, 0], truth, reduction="sum"), sums
 

@@ -30,7 +30,7 @@ PURPOSE = """Predict the time of a training step for other hosts, links and stra
 
 The model is profiled on this machine in at most 30 s, and trained for at most 75 s more if the batch of a step grows
 with the hosts; the profile is kept in ~/.cache/hvdtrain. Other options go to the workload. A script of your own, which
-uses DistributedDataParallel, a trainer, hvdtrain.torch or hvdtrain.train, is started as one process, without a
+uses DistributedDataParallel, a trainer or hvdtrain.torch, is started as one process, without a
 launcher, and ended when some of its steps have been timed. With --from, a recorded run takes the place of the profile.
 With --parameters nothing is run.
 
@@ -177,7 +177,7 @@ def exchanges_of(options: Any, config: TrainConfig, made: Profile) -> tuple[list
         try:
             exchange.check(config)
             if made.drop_in and exchange.capabilities.backend not in ("tcp", "horovod"):
-                raise Failure(f"--strategy {exchange}: works with hvdtrain.train and workloads only")
+                raise Failure(f"--strategy {exchange}: works with workloads only")
             if exchange.capabilities.backend == "horovod" and importlib.util.find_spec("horovod") is None:
                 raise Failure(f"--strategy {exchange}: Horovod is not installed; hint: hvdtrain build-horovod")
             if reason := prediction.unpredictable(made, exchange):

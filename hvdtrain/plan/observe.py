@@ -314,8 +314,8 @@ def child() -> None:
         profiler.ended()
         if profiler.found is None:
             raise Failure(
-                f"{path} ended without hvdtrain.train, and before an optimizer of PyTorch made {WARM_UP_STEPS + 1} "
-                "steps; hint: train for more steps, or use hvd.DistributedOptimizer if it imports hvdtrain",
+                f"{path} ended before an optimizer of PyTorch made {WARM_UP_STEPS + 1} steps; "
+                " hint: train for more steps, or use hvd.DistributedOptimizer if it imports hvdtrain",
                 exits.USAGE,
             )
     except Failure as failure:

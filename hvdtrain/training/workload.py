@@ -39,15 +39,14 @@ from hvdtrain.training.threads import Threads
 C = TypeVar("C", bound=TrainConfig)
 
 
-def begin(cls: type[C], name: str, purpose: str, argv: Sequence[str] | None = None) -> tuple[C, LaunchEnv]:
+def begin(cls: type[C], name: str, purpose: str) -> tuple[C, LaunchEnv]:
     """Return the config of workload `name`, with its framework resolved, and this process's launch environment.
 
-    `purpose` heads the help. `argv`: flags; None for those of this process. Raises Failure (2, 65, 78) for invalid
-    options.
+    `purpose` heads the help. Raises Failure (2, 65, 78) for invalid options.
     """
-    if argv is None and sys.argv[1:2] in (["predict"], ["test"], ["caption"]):  # for one release
+    if sys.argv[1:2] in (["predict"], ["test"], ["caption"]):  # for one release
         raise Failure(f"{sys.argv[1]} is not an option; hint: `hvdtrain predict RUN INPUT...`", exits.USAGE)
-    config, environment = resume.parse(cls, name, purpose, argv), launch_env()
+    config, environment = resume.parse(cls, name, purpose), launch_env()
     for name in parser.misspelled_variables(cls) if environment.rank == 0 else ():
         print(f"hvdtrain: warning: unknown variable {name}", file=sys.stderr)
     return dataclasses.replace(config, framework=resolve(config.framework)), environment

@@ -54,7 +54,7 @@ def on_one_machine(
     [
         ("hierarchical", [[1, 2, 1], [0, 4, 13], [4, 7, 19]]),
         ("powersgd:rank=2,bits=4", [[0, 2, 20], [3, 5, 40], [1, 7, 9]]),
-        ("topk:density=0.05", [[2, 2, 11], [0, 5, 17]]),
+        ("int4", [[2, 2, 11], [0, 5, 17]]),
         ("local-sgd:every=2+int8", [[1, 2, 5], [0, 5, 18], [3, 8, 25]]),
         ("local-sgd:every=2,staleness=3,start=2+powersgd:bits=4", [[4, 1, 4], [0, 4, 21], [1, 8, 12]]),
     ],
@@ -465,7 +465,7 @@ def test_hosts_come_back_one_after_the_other(four: Cluster, tmp_path: Path) -> N
     Then a host is refused, because its options have changed."""
     folder, config = tmp_path / "run", tmp_path / "options.toml"
     config.write_text("label_smoothing = 0.1\n")
-    flags = ["--strategy", "topk:density=0.05", "--ema", "0.9", "--epochs", "400", "--check-replicas", "1"]
+    flags = ["--strategy", "int4", "--ema", "0.9", "--epochs", "400", "--check-replicas", "1"]
     flags += ["--config", str(config)]
     flags += ["--global-batch-size", "96", "--epoch-samples", "480", "--evaluate-samples", "32"]
     run = Run(four, folder, *flags, launcher=[], hosts=["-H", "a:1,b:2,c:1"])

@@ -39,7 +39,7 @@ from hvdtrain.training.framework import make_replica
 
 SLOW, FAST = Link.of_rate(10e6), Link.of_rate(1e9)
 SHAPES = [list(shape) for shape in parameters(ResNetSpec(channels=1, classes=10, width=0.125)).values()]
-CODING = {"hierarchical": 0.002, "bf16": 0.003, "int8": 0.01, "int4": 0.012, "topk": 0.004}
+CODING = {"hierarchical": 0.002, "bf16": 0.003, "int8": 0.01, "int4": 0.012}
 CODING |= {"powersgd:rank=4": 0.008, "powersgd:rank=12,bits=4": 0.02, "powersgd:rank=16,bits=4": 0.02}
 STRATEGIES = [*learning.SHOWN, "allreduce", "native", "central", "async-ps"]
 
@@ -303,13 +303,13 @@ def test_exact_sums_stay_unless_another_strategy_is_clearly_faster() -> None:
 
 def test_all_ranks_choose_alike_and_bytes_are_as_predicted(tmp_path: Path) -> None:
     flags = ["--width", "0.125", "--epochs", "1", "--epoch-samples", "384", "--batch-size", "16"]
-    names = ["hierarchical", "int8", "powersgd:rank=4", "topk"]
+    names = ["hierarchical", "int8", "powersgd:rank=4"]
     todo = [
         {"flags": [*flags, "--strategy", name, "--run-dir", str(tmp_path / str(i))]} for i, name in enumerate(names)
     ]
     todo.append({"flags": [*flags, "--strategy", "auto", "--run-dir", str(tmp_path / "auto")]})
     codes, output = trainings(2, todo)
-    assert codes == [0] * 5, output
+    assert codes == [0] * 4, output
     for number, name in enumerate(names):
         steps = read_run(tmp_path / str(number))["step"]
         predicted = parse(name).cost(SHAPES, Layout(ranks=2, hosts=2)).sent_bytes

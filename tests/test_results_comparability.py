@@ -88,7 +88,7 @@ def test_a_missing_run_is_named(tmp_path: Path) -> None:
     (text,) = runs.results("scaling", tmp_path)["readings"].values()
     assert "only one number of hosts was timed. Missing: 1 host like two." in text
     asked = ("--lr", "2", "--run-dir", "r", "--password", "secret")
-    runs.make(tmp_path / "other", hosts=3, strategy="topk", argv=asked)
+    runs.make(tmp_path / "other", hosts=3, strategy="int4", argv=asked)
     (text,) = runs.results("scaling", tmp_path)["readings"].values()
     assert text.count("`hvdtrain launch mpirun -H h0:1 python -m hvdtrain.resnet`") == 1, "once for all"
     runs.make(tmp_path / "one", threads=9, steps_per_epoch=9, argv=asked)

@@ -82,7 +82,7 @@ def test_network_efficiency_compares_the_limit_with_the_time_of_the_exchange(
     runs.make(tmp_path / "unknown", exchange=exact, framework="tensorflow", **same | {"communication_s": None})
     two = {"ranks_per_host": 2, **same}
     runs.make(tmp_path / "two", exchange=exact, config={"check_replicas": 7}, **two)
-    runs.make(tmp_path / "lossy", strategy="topk", exchange={"overlaps_with": "", "exact": False}, **two)
+    runs.make(tmp_path / "lossy", strategy="int4", exchange={"overlaps_with": "", "exact": False}, **two)
     assert main(["export", str(tmp_path), "--format", "json"]) == 0
     found = {row["run"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     efficiency = {name: row["network_efficiency"] for name, row in found.items()}
@@ -92,7 +92,7 @@ def test_network_efficiency_compares_the_limit_with_the_time_of_the_exchange(
     assert found["unknown"]["strategy_limit_s_per_step"] == pytest.approx(limit_s)
     assert found["lossy"]["strategy_limit_s_per_step"] is None
     rows = by_strategy(runs.results("strategies", tmp_path, "--where", "ranks_per_host=2"))
-    assert rows["topk"]["allreduce_ratio"]["mean"] == pytest.approx(limit_s / 0.1)
+    assert rows["int4"]["allreduce_ratio"]["mean"] == pytest.approx(limit_s / 0.1)
 
 
 def test_best_uses_the_batch_and_learning_rate_of_each_side(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_best_uses_the_batch_and_learning_rate_of_each_side(tmp_path: Path) -> N
 def test_rates_are_sections_with_the_single_host_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs.make(tmp_path / "one", rank_batch=32, accuracies=(0.9, 0.96))
     for rate in (10.0, 100.0):
-        for strategy, wait_s, last in (("allreduce", 9.0, 0.97), ("hierarchical", 5.0, 0.97), ("topk", 0.1, 0.9)):
+        for strategy, wait_s, last in (("allreduce", 9.0, 0.97), ("hierarchical", 5.0, 0.97), ("int4", 0.1, 0.9)):
             runs.make(
                 tmp_path / f"{strategy}-{rate}",
                 hosts=4,
@@ -148,7 +148,7 @@ def test_rates_are_sections_with_the_single_host_first(tmp_path: Path, capsys: p
             )
     table = runs.results("strategies", tmp_path)
     order = [(row["rate"], row["hosts"], row["strategy"]) for row in table["rows"]]
-    names = [(1, "allreduce"), (4, "hierarchical"), (4, "allreduce"), (4, "topk")]
+    names = [(1, "allreduce"), (4, "hierarchical"), (4, "allreduce"), (4, "int4")]
     assert order == [(rate, *name) for rate in ("10 Mbit/s", "100 Mbit/s") for name in names]
     assert table["rows"][3]["train_to_target_s"] is None
     assert table["rows"][3]["speedup"] is None

@@ -32,7 +32,6 @@ LONG = "local-sgd:every=6,staleness=1+powersgd:rank=12,bits=4"
         ("local-sgd:staleness=1,every=6+powersgd:bits=4,rank=12", LONG),
         ("local-sgd:every=8+hierarchical", "local-sgd"),
         ("powersgd:rank=2,bits=32", "powersgd:bits=32"),
-        ("topk:density=0.0100", "topk"),
         ("local-sgd:outer_lr=0.7,outer_momentum=1e-1", "local-sgd:outer_lr=0.7,outer_momentum=0.1"),
         ("native:rank=4,hook=powersgd", "native:hook=powersgd,rank=4"),
     ],
@@ -87,7 +86,7 @@ def typed(name: str, settings: dict[str, Any]) -> str:
         ("powersgd:rank", "rank of powersgd is ''; hint: give a whole number >= 1"),
         ("powersgd:bits=16", "bits of powersgd is '16'; hint: give 32, 8 or 4"),
         ("powersgd:rank=0", "rank is 0; hint: give a whole number >= 1"),
-        ("topk:density=nan", "density is nan"),
+        ("local-sgd:outer_lr=nan", "outer_lr is nan"),
         ("allreduce:rank=2", "no setting 'rank' of allreduce; its settings: none"),
     ],
 )

@@ -32,7 +32,7 @@ from hvdtrain.strategies.reducers import compiled, quantize  # noqa: E402
 from hvdtrain.system import exits  # noqa: E402
 from hvdtrain.system.arguments import Parser  # noqa: E402
 
-REDUCERS = ("hierarchical", "bf16", "int8", "int4", "topk", "powersgd:rank=4", "powersgd:rank=24,bits=4")
+REDUCERS = ("hierarchical", "bf16", "int8", "int4", "powersgd:rank=4", "powersgd:rank=24,bits=4")
 SIDE = 576
 
 

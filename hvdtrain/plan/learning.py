@@ -32,14 +32,13 @@ RECORDED = {  # with SGD
     "powersgd:rank=4": Learning((1.0, 1.4), 0.20),
     "local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4": Learning((0.9, 1.2), 0.14),
     "local-sgd:every=4,staleness=2+powersgd:rank=12,bits=4": Learning((0.9, 1.2), 0.47),
-    "int4": Learning((1.0, 1.2), None),  # these three: one seed
-    "topk": Learning((1.1, 1.4), None),
+    "int4": Learning((1.0, 1.2), None),  # these two: one seed
     "local-sgd:every=4+int8": Learning((1.1, 1.3), None),
 }
 MUON = {name: each for name, each in RECORDED.items() if each.exact} | {
     "powersgd:rank=16,bits=4": Learning((1.0, 1.3), 0.36)  # averaging weights needs a quarter more steps
 }
-OTHERS = ("int4", "topk", "local-sgd:every=4+int8")
+OTHERS = ("int4", "local-sgd:every=4+int8")
 """Strategies that a plan shows although their learning is less well known"""
 SHOWN = tuple(name for name in {**RECORDED, **MUON} if name not in ("allreduce", "native"))
 """The strategies that a plan shows"""

@@ -20,7 +20,6 @@ from hvdtrain.strategies.reducers.cast import BF16
 from hvdtrain.strategies.reducers.exact import Hierarchical
 from hvdtrain.strategies.reducers.powersgd import PowerSGD
 from hvdtrain.strategies.reducers.quantize import Int4, Int8
-from hvdtrain.strategies.reducers.topk import TopK
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
@@ -35,7 +34,6 @@ REDUCERS: dict[str, type[Reducer]] = {
     "int8": Int8,
     "int4": Int4,
     "powersgd": PowerSGD,
-    "topk": TopK,
 }
 DEFAULT_REDUCER = "hierarchical"
 """Reducer of an algorithm without a plus"""

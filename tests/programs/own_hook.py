@@ -66,7 +66,7 @@ def spawned(rank: int, store: str) -> None:
 
 if __name__ == "__main__" and "RANK" in os.environ:
     dist.init_process_group("gloo")
-    compare(("hierarchical", "bf16", "powersgd:rank=4", "topk"))
+    compare(("hierarchical", "bf16", "powersgd:rank=4"))
     gc.collect()  # DistributedDataParallel has reference cycles, and Gloo's threads must end before the group
     dist.destroy_process_group()
 elif __name__ == "__main__":

@@ -276,7 +276,7 @@ class TcpCommunicator(Communicator):
                 swap(None, None, self._leader, vector)
             return 0
         before = leaders.sent_bytes
-        leaders.max_message_bytes = 2 * vector.nbytes + SLACK_BYTES  # topk sends positions too
+        leaders.max_message_bytes = 2 * vector.nbytes + SLACK_BYTES
         if shared is not None:
             shared.reduce(vector)
         elif self._members:

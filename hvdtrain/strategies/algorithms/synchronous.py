@@ -6,8 +6,8 @@ distributes the result on its host. All ranks make the same update, so the weigh
 Backward computes the gradients of the last layers first. While it computes the others, a thread of each rank sums those
 that are ready, in up to four buckets: the last quarter of the model's layers, then the quarter before it, and so on.
 All ranks use the same order, and each bucket has its own reducer. After backward about a quarter of the exchange
-remains to be waited for, if the exchange is not slower than backward. A reducer that needs all gradients at once, as
-topk does, has one bucket, and so has a replica that does not report its gradients.
+remains to be waited for, if the exchange is not slower than backward. A reducer that needs all gradients at once
+has one bucket, and so has a replica that does not report its gradients.
 
 The weights of a bucket are updated as soon as its sum has arrived, while the next one is exchanged, if the replica
 `updates_parts`. In an elastic job all are updated at the end, because a lost host may cancel the step until then.

@@ -1,4 +1,4 @@
-"""Reducers with error feedback lose nothing, and `topk` sends the bytes that `cost` predicts."""
+"""Reducers with error feedback lose nothing, and send the bytes that `cost` predicts."""
 
 from __future__ import annotations
 
@@ -15,21 +15,12 @@ from hypothesis import strategies as some
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.strategies import parse, registry
 from hvdtrain.strategies.cost import Shape, elements
-from hvdtrain.strategies.reducers import topk
 from hvdtrain.strategies.reducers.base import Reducer
 from hvdtrain.strategies.reducers.powersgd import PowerSGD
-from hvdtrain.strategies.reducers.topk import Code, TopK, largest
 
 Kind = tuple[type[Reducer], Any]
-SPARSE: dict[str, Kind] = {
-    "topk 0.001": (TopK, TopK.Settings(density=0.001)),
-    "topk 0.01": (TopK, TopK.Settings(density=0.01)),
-    "topk 0.3": (TopK, TopK.Settings(density=0.3)),
-    "topk 1": (TopK, TopK.Settings(density=1.0)),
-}
 REDUCERS: dict[str, type[Reducer]] = {name: registry.lookup(name) for name in registry.names(Reducer)}
-KINDS = {
-    **SPARSE,
+KINDS: dict[str, Kind] = {
     "int8": (REDUCERS["int8"], None),
     "int4": (REDUCERS["int4"], None),
     **{f"powersgd {bits}": (PowerSGD, PowerSGD.Settings(bits=bits)) for bits in (32, 8, 4)},
@@ -85,7 +76,7 @@ def test_nothing_is_lost(kind: Kind, seed: int, hosts: int, rounds: int, big: bo
         np.testing.assert_allclose(actual, expected, atol=rounding, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["topk 0.01", "int4", "powersgd 4"])
+@pytest.mark.parametrize("name", ["int4", "powersgd 4"])
 def test_the_mean_output_converges_to_constant_gradients(name: str) -> None:
     job, vectors = Job(KINDS[name], 4), gradients(0, 4)
     exact, total, errors = vectors.sum(axis=0, dtype=np.float64), np.zeros(vectors.shape[1]), {}
@@ -162,7 +153,7 @@ def test_residuals_survive_a_resume_on_any_number_of_hosts(name: str, now: int) 
     np.testing.assert_allclose(first_out + then_out + residual(after), first_in + then_in, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("text", ["topk", "local-sgd:every=3,staleness=1+int8"])
+@pytest.mark.parametrize("text", ["int4", "local-sgd:every=3,staleness=1+int8"])
 @pytest.mark.parametrize("now", [1, 2, 3])
 def test_the_first_rank_gets_the_residuals_of_all_ranks(text: str, now: int) -> None:
     """If the number of ranks does not change, each rank keeps the rest of its state."""
@@ -182,62 +173,8 @@ def test_the_first_rank_gets_the_residuals_of_all_ranks(text: str, now: int) -> 
         assert [each["began"] for each in after] == ([0, 1] if now == 2 else [0] * now)
 
 
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("kind", SPARSE.values(), ids=SPARSE)
-def test_infinity_and_nan_are_sent_but_not_kept(kind: Kind, bad: float) -> None:
-    for host in range(3):
-        job, vectors = Job(kind, 3), gradients(0, 3)
-        vectors[host, 1500] = bad
-        assert not np.isfinite(job.round(vectors)[1500])
-        assert np.isfinite(job.residual()).all()
-        assert np.isfinite(job.round(gradients(1, 3))).all()
-
-
 @every_kind
 def test_zeros_stay_zeros(kind: Kind) -> None:
     job = Job(kind, 3)
     assert not job.round(np.zeros((3, elements(SHAPES)), np.float32)).any()
     assert not job.residual().any()
-
-
-# --- topk ---------------------------------------------------------------------------------------------------------
-
-
-@given(
-    values=some.lists(some.floats(-8, 8, width=16) | some.just(0.0) | some.just(np.nan), min_size=1, max_size=300),
-    share=some.floats(0, 1),
-    sample=some.sampled_from([1, 8, 64, 10_000]),
-)
-def test_largest_with_any_estimate(values: list[float], share: float, sample: int) -> None:
-    array = np.array(values, np.float32)
-    count = max(1, round(share * array.size))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(topk, "SAMPLE", sample)
-        patch.setattr(topk, "BLOCK", 50)
-        places = largest(array, count)
-    assert places.size == count
-    assert (np.diff(places) > 0).all()
-    np.testing.assert_array_equal(np.sort(np.abs(array[places])), np.sort(np.abs(array))[array.size - count :])
-
-
-@given(data=some.data(), size=some.integers(1, 1000) | some.sampled_from([255, 256, 140_000]))
-def test_a_decoded_message_equals_what_was_encoded(data: some.DataObject, size: int) -> None:
-    code = Code(size, data.draw(some.integers(1, size)))
-    rng = np.random.default_rng(data.draw(some.integers(0, 2**32)))
-    positions = np.sort(rng.permutation(size)[: code.count])
-    if data.draw(some.booleans()):
-        positions = np.arange(code.count) + data.draw(some.integers(0, size - code.count))  # a full block
-    halves = rng.integers(0, 2**15, code.count).astype(np.uint16)
-    message = code.encode(positions, halves)
-    assert message.nbytes == code.message_bytes
-    decoded, numbers = code.decode(message)
-    np.testing.assert_array_equal(decoded, positions)
-    assert (numbers.view(np.uint32) >> 16 == halves).all()
-
-
-def test_the_largest_sums_arrive_first() -> None:
-    vectors = np.full((3, 3000), 1e-3, np.float32)
-    vectors[:, 123], vectors[1, 2999], vectors[2, 1500] = 1, -8, 4
-    output = Job((TopK, TopK.Settings(density=0.001)), 3, [(3000,)]).round(vectors)
-    assert np.flatnonzero(output).tolist() == [123, 1500, 2999]
-    np.testing.assert_allclose(output[[123, 1500, 2999]], [3, 4, -8], rtol=0.01)

@@ -32,7 +32,7 @@ def advised(folder: Path, **settings: Any) -> str:
     return after_run(TrainConfig(**{"strategy": recorded.config["strategy"]} | settings), folder) or ""
 
 
-@pytest.mark.parametrize("strategy", ["hierarchical", "int8", "allreduce", "native:hook=powersgd"])
+@pytest.mark.parametrize("strategy", ["hierarchical", "int8", "allreduce", "native:hook=fp16"])
 def test_the_advice_is_the_candidate_that_a_plan_from_the_run_ranks_first(
     tmp_path: Path, strategy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,19 +11,15 @@ import numpy as np
 import pytest
 from conftest import LIMIT_S, PROGRAMS, Cluster, alone, document, failing, finished, launch, resnet, trainings
 from runs import read_run
-from test_resnet_train import assert_same_arrays, newest_arrays, started, wait_for_steps
+from test_resnet_train import newest_arrays, started, wait_for_steps
 
 from hvdtrain import strategies
-from hvdtrain.comm.backends import ddp_powersgd
 from hvdtrain.comm.rendezvous import reserved_port
 from hvdtrain.config.options import TrainConfig
-from hvdtrain.models.resnet import ResNetSpec, parameters
 
 # A small learning rate and blocks that start as the identity keep equal programs equal (see test_resnet_train.py).
 CALM = ["--image-size", "16", "--width", "0.125", "--batch-size", "96", "--lr", "0.005", "--epochs", "1", "--json"]
-POWER = ["--strategy", "native:hook=powersgd", "--lr", "0.05", "--epochs", "5", "--checkpoint-steps", "15"]
-POWER += ["--keep-checkpoints", "9"]
-WAYS = {"horovod": [], "native": ["--strategy", "native"], "half": ["--strategy", "native:hook=fp16"], "whole": POWER}
+WAYS = {"horovod": [], "native": ["--strategy", "native"], "half": ["--strategy", "native:hook=fp16"]}
 
 
 def report(folder: Path) -> dict[str, Any]:
@@ -42,12 +38,11 @@ def losses(run: dict[str, Any]) -> list[float]:
 
 @pytest.fixture(scope="module")
 def torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train with PyTorch on two ranks, several times in one launch. The last run is interrupted."""
+    """Train with PyTorch on two ranks, several times in one launch."""
     folder, flags = tmp_path_factory.mktemp("torch"), [*CALM, "--framework", "torch", "--run-dir"]
     jobs: list[dict[str, Any]] = [{"flags": [*flags, str(folder / name), *way]} for name, way in WAYS.items()]
-    cut = [*flags, str(folder / "cut"), *POWER, "--resume"]
-    codes, output = trainings(2, [*jobs, {"flags": cut, "folder": str(folder / "whole"), "from_step": 20}])
-    assert codes == [0] * 5, output
+    codes, output = trainings(2, jobs)
+    assert codes == [0] * 3, output
     return folder
 
 
@@ -79,21 +74,6 @@ def test_the_fp16_hook_stays_close_and_sends_half(torch: Path) -> None:
     np.testing.assert_allclose(losses(half), losses(whole), rtol=1e-3)
     assert losses(half) != losses(whole)
     assert 2 * half["summary"].bytes_sent == whole["summary"].bytes_sent
-
-
-def test_powersgd_learns_and_resumes_exactly(torch: Path) -> None:
-    whole, resumed = report(torch / "whole"), report(torch / "cut")
-    assert losses(whole)[-1] < 0.5 * losses(whole)[0]
-    shapes = list(parameters(ResNetSpec(channels=1, classes=10, width=0.125)).values())
-    before, after = (4 * ddp_powersgd.elements_sent(shapes, 2, step) for step in (0, ddp_powersgd.START_STEP))
-    first, steps = ddp_powersgd.START_STEP, len(whole["step"])
-    assert [step.bytes_sent for step in whole["step"]] == [before] * first + [after] * (steps - first)
-    assert after < before / 10
-    assert ddp_powersgd.START_STEP < resumed["resumed"][0].step <= 20
-    again = {step.step: step.loss for step in resumed["step"]}  # the last record of steps made twice
-    np.testing.assert_allclose(list(again.values()), losses(whole), rtol=1e-6)
-    expected = assert_same_arrays(torch / "whole", torch / "cut", rtol=1e-5, atol=1e-6)
-    assert any("strategy.error." in name for name in expected)
 
 
 def test_sigterm_still_makes_a_checkpoint_with_tensorflow(tmp_path: Path) -> None:
@@ -141,14 +121,6 @@ def test_horovods_strategy_is_rejected_under_torchrun(tmp_path: Path) -> None:
 def test_hooks_require_pytorch() -> None:
     with failing(78, "hook=fp16"):
         strategies.resolve(TrainConfig(strategy="native:hook=fp16", framework="tensorflow"))
-
-
-@pytest.mark.slow
-def test_the_predicted_bytes_of_powersgd_are_pytorchs() -> None:
-    counted = document(launch(0, [str(PROGRAMS / "native_powersgd.py"), "1", "2", "4"]))
-    assert len(counted) == 3
-    for rank, (sent, predicted) in counted.items():
-        assert sent == predicted > 0, rank
 
 
 def test_a_port_in_use_is_skipped() -> None:

@@ -33,7 +33,7 @@ LONG = "local-sgd:every=6,staleness=1+powersgd:rank=12,bits=4"
         ("local-sgd:every=8+hierarchical", "local-sgd"),
         ("powersgd:rank=2,bits=32", "powersgd:bits=32"),
         ("local-sgd:outer_lr=0.7,outer_momentum=1e-1", "local-sgd:outer_lr=0.7,outer_momentum=0.1"),
-        ("native:rank=4,hook=powersgd", "native:hook=powersgd,rank=4"),
+        ("native:hook=none", "native"),
     ],
 )
 def test_the_canonical_form_has_changed_settings_in_the_order_of_the_fields(text: str, canonical: str) -> None:

@@ -99,12 +99,12 @@ def elements(shapes: Iterable[Shape]) -> int:
     return sum(math.prod(shape) for shape in shapes)
 
 
-def ring(payload_bytes: int, ranks: int, *, codec: str = "fp32", exact: bool = False, ready_at: float = 0.0) -> Cost:
-    """Cost of a ring all-reduce between ranks, which by default starts with the first gradient of backward."""
+def ring(payload_bytes: int, ranks: int, *, codec: str = "fp32", exact: bool = False) -> Cost:
+    """Cost of a ring all-reduce between ranks, which starts with the first gradient of backward."""
     if ranks == 1:
         return Cost(exact=exact)
     phase = Phase(
-        bytes_per_peer=ring_bytes(payload_bytes, ranks), peers=1, hops=2 * (ranks - 1), codec=codec, ready_at=ready_at
+        bytes_per_peer=ring_bytes(payload_bytes, ranks), peers=1, hops=2 * (ranks - 1), codec=codec, ready_at=0.0
     )
     return Cost(phases=(phase,), exact=exact)
 

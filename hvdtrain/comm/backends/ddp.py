@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from hvdtrain.comm.backends.base import Communicator, Endpoint, Rendezvous
-from hvdtrain.comm.backends.ddp_powersgd import PowerSGD
 from hvdtrain.comm.backends.framework import FrameworkExchange, TorchStep
 
 LONGEST_S = 30 * 60
@@ -33,7 +32,6 @@ class DdpCommunicator(Communicator, FrameworkExchange):
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.local_rank, self.local_size = rendezvous.local_rank, rendezvous.local_size
         self._rendezvous = rendezvous
-        self._power_sgd: PowerSGD | None = None
         self._step: DdpStep | None = None
         if endpoint.interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", endpoint.interface)
@@ -99,17 +97,8 @@ class DdpCommunicator(Communicator, FrameworkExchange):
 
     def overlapped(self, model: Any, optimizer: Any, settings: Any) -> TorchStep:
         """Wraps `model` in DistributedDataParallel, with the communication hook of the settings."""
-        if settings.hook == "powersgd":
-            self._power_sgd = PowerSGD(dict(model.named_parameters()), settings.rank)
-        self._step = DdpStep(model, optimizer, hook=settings.hook, power_sgd=self._power_sgd, gpu=self._gpu)
+        self._step = DdpStep(model, optimizer, hook=settings.hook, gpu=self._gpu)
         return self._step
-
-    def state(self) -> dict[str, np.ndarray]:
-        return self._power_sgd.state() if self._power_sgd else {}
-
-    def load(self, state: dict[str, np.ndarray]) -> None:
-        if self._power_sgd:
-            self._power_sgd.load(state)
 
 
 class Loss(torch.nn.Module):
@@ -131,21 +120,14 @@ class DdpStep(TorchStep):
     GPU the device waits, and the time is unknown.
     """
 
-    def __init__(self, model: Any, optimizer: Any, *, hook: str, power_sgd: PowerSGD | None, gpu: bool) -> None:
+    def __init__(self, model: Any, optimizer: Any, *, hook: str, gpu: bool) -> None:
         super().__init__(model, optimizer)
         self.loss_factor = float(dist.get_world_size())
-        # One bucket holds everything: torch's powerSGD_hook crashes on Gloo if two buckets are in flight, because its
-        # callbacks start further reductions in an order that differs between ranks. So nothing overlaps with backward.
-        capacity = {"bucket_cap_mb": 1 << 20} if power_sgd else {}
-        self._ddp = torch.nn.parallel.DistributedDataParallel(
-            Loss(model), forward_sync_buffers=False, init_sync=False, **capacity
-        )
+        self._ddp = torch.nn.parallel.DistributedDataParallel(Loss(model), forward_sync_buffers=False, init_sync=False)
         # The strides of a 1x1 kernel's last two dimensions are arbitrary; DistributedDataParallel warns if they differ.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         if hook == "fp16":
             self._ddp.register_comm_hook(None, fp16_compress_hook)
-        elif power_sgd is not None:
-            self._ddp.register_comm_hook(power_sgd, lambda state, bucket: state.hook(bucket))
         self._gpu = gpu
         self._last_gradient = self._waited_s = 0.0
         if not gpu:

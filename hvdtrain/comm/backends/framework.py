@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 
 class TorchStep:
     """A training step of one rank in PyTorch that exchanges nothing during backward. Backends extend it."""
@@ -38,17 +36,8 @@ class TorchStep:
 class FrameworkExchange:
     """For strategies whose `Capabilities.in_backward` is set, several ranks need a backend's own class."""
 
-    # --- the state of the exchange ---------------------------------------------------------------------------------
-
     def wait(self) -> None:
         """Wait for the reductions that backward started."""
-
-    def state(self) -> dict[str, np.ndarray]:
-        """The arrays that the exchange needs to resume exactly."""
-        return {}
-
-    def load(self, state: dict[str, np.ndarray]) -> None:
-        """Restore what `state` returned."""
 
     # --- PyTorch ---------------------------------------------------------------------------------------------------
 

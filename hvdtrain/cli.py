@@ -202,7 +202,6 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation | Launcher]] = {
     ("monitors",): ("list this host's power and resource sensors", Part("monitors.__main__")),
     ("plan",): ("predict steps on other hosts, links and strategies", Part("plan.command")),
     ("sweep",): ("run a grid of experiments, skip the finished ones", Part("sweep.__main__")),
-    ("watch",): ("watch a run live, from its records", Part("results.watch")),
     ("results",): ("tables, plots and reports from run folders", Part("results.__main__")),
 }
 GROUPS = {"train": TRAIN, "launch": LAUNCH, "data": DATA}

@@ -74,7 +74,6 @@ def with_flag(flag: str) -> set[str]:
 def imported() -> None:
     """Imports the modules that commands import late, so that the forks need not."""
     results = (
-        "watch",
         "export",
         "tables.energy",
         "tables.overview",
@@ -182,7 +181,6 @@ JSON = {
     "doctor": "--quick",
     "throttle": "show --dev lo",
     "sweep": "sweep.toml --dry-run",
-    "watch": "run",
     "plan": "--from run --hosts 2 --rates 10mbit --strategy hierarchical",
     "results show": "run .",
     "results compare": "run run",
@@ -261,7 +259,6 @@ PATHS: dict[str, list[str]] = {
     "throttle": ["10mbit --dev lo --hostfile @ --dry-run"],
     "doctor": ["--quick --hostfile @"],
     "sweep": ["@ --dry-run"],
-    "watch": ["@", "@manifest.json"],
     "plan": [
         "--from @",
         "--from @manifest.json",

@@ -35,7 +35,6 @@ from hvdtrain.comm.elastic import Channel
 from hvdtrain.launch import line
 from hvdtrain.launch.line import FROM_AGENT, BrokenLine, encoded
 from hvdtrain.launch.members import Members
-from hvdtrain.results import watch
 from hvdtrain.system.exits import Failure
 
 FOUR = "a:1,b:1,c:1,d:1"
@@ -453,7 +452,6 @@ def test_a_lost_host_comes_back(framework: str, strategy: str, host: str, four: 
         check_samples(found, 480)
     steps = [step.step for step in found["step"]]
     assert steps == list(range(len(steps)))
-    assert str(watch.read(folder)["members"]).startswith(", ".join([*others, host]))
     back = read_run(folder, 4 if host == "a" else "abcd".index(host))
     assert [step.step for step in back["step"]] == steps, "its records continue those of rank 0"
 
@@ -544,7 +542,6 @@ def test_new_hosts_take_part_and_spares_wait(four: Cluster, tmp_path: Path) -> N
     samples = [read_run(folder, rank)["step"][-1].samples for rank in (0, 3, 4, 43)]
     shares = [share * sum(samples) / 9 for share in (3, 2, 2, 2)]
     assert all(abs(a - b) < 1 for a, b in zip(samples, shares, strict=True)), "new ranks get the mean share of 1:3"
-    assert str(watch.read(folder)["members"]).startswith("b, c, d since step")
 
 
 def views(folder: Path) -> Any:

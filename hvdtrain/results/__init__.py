@@ -6,7 +6,6 @@ groups           repeats of one experiment; statistics: means, intervals, ratios
 comparability    which groups may be compared; scaling: speed-up and efficiency of comparable groups
 tables/          one module per table
 text, export     tables as text; the data frame for other programs
-watch            the state of one run that may still train, in the terminal
 commands         the commands of the command line
 figures/         figures of the tables' numbers
 report/          tables and figures on one HTML page

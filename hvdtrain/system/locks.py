@@ -97,27 +97,6 @@ def join(other: str) -> None:
     _job = other
 
 
-def held(folder: Path) -> bool | None:
-    """Whether the process that last locked the folder still runs. None if that is unknown: it runs on another host.
-
-    Does not touch the lock, which a job may be about to take.
-    """
-    try:
-        holder = json.loads(files.read(folder / NAME, LONGEST_BYTES))
-        pid, host = holder["pid"], holder["host"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        return None
-    if host != os.uname().nodename or type(pid) is not int or not 0 < pid < 1 << 31:
-        return None
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
 def holds() -> bool:
     """Whether this process holds a lock."""
     return bool(_held)

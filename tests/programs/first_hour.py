@@ -48,7 +48,6 @@ COMMANDS = {
     "hvdtrain plan resnet --width 0.25 --hosts 1..4 --rates 10mbit": (),
     "hvdtrain plan --from results/a --hosts 2,8 --rates 10mbit": (),
     "hvdtrain sweep quick --dry-run": (),
-    "hvdtrain watch results/a": (),
     "hvdtrain results list results/": (),
     "hvdtrain results show results/a": (),
     "hvdtrain results table results/": (),

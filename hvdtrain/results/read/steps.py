@@ -8,7 +8,6 @@ steps are known.
 from __future__ import annotations
 
 import bisect
-import collections
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,9 +15,6 @@ from pathlib import Path
 from hvdtrain import records
 from hvdtrain.records.metrics import Score
 from hvdtrain.results import scores
-
-RECENT = 50
-"""Steps that the current rates and times of a run are computed from"""
 
 
 @dataclasses.dataclass
@@ -101,14 +97,6 @@ class RankMetrics:
     epochs: list[TimedEpoch] = dataclasses.field(default_factory=list)
     """The epochs that count, in order"""
     summary: records.Summary | None = None
-    done: int = 0
-    """Steps done"""
-    recent: collections.deque[records.Step] = dataclasses.field(
-        default_factory=lambda: collections.deque(maxlen=RECENT)
-    )
-    """The last steps, in ascending order"""
-    view: records.View | None = None
-    """The members since the last start, if they have changed"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,19 +119,16 @@ def read(path: Path, incomplete: Callable[[int], None], declared: Mapping[str, S
     for line, record in records.read_lines(path, incomplete):
         match record:
             case records.Step() | records.Resumed():
-                metrics.summary, metrics.done = None, record.step + isinstance(record, records.Step)
+                metrics.summary = None
                 restarted = metrics.restarts.add(line, record)
                 if isinstance(record, records.Step):
                     metrics.sums.add(record)
-                    add_recent(metrics.recent, record)
                 else:
                     metrics.starts.append(record)
-                    metrics.view = None
                 if restarted or isinstance(record, records.Resumed):
                     metrics.last_start, metrics.resumed = record.step, True
             case records.View():
                 metrics.views.append(record)
-                metrics.view = record
                 if record.shares:
                     divisions.append((line, record))
             case records.Saved():
@@ -180,9 +165,3 @@ def read(path: Path, incomplete: Callable[[int], None], declared: Mapping[str, S
             if isinstance(record, records.Step) and not metrics.restarts.superseded(line, record.step):
                 metrics.sums.add(record)
     return metrics
-
-
-def add_recent(recent: collections.deque[records.Step], step: records.Step) -> None:
-    if recent and step.step <= recent[-1].step:  # the run was started again
-        recent.clear()
-    recent.append(step)

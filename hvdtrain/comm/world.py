@@ -119,13 +119,12 @@ def find_ranks(
     *,
     horovod: bool,
     gpu: bool = False,
-    timeline: bool = False,
     stall_limit_s: float = LIMIT_S,
     elastic: bool = False,
 ) -> RankGroup:
     """Find the other ranks of this job and start the sentinels. Collective.
 
-    `horovod`: let Horovod find them, which is then the backend. `timeline`: allow Horovod's timeline to start later.
+    `horovod`: let Horovod find them, which is then the backend.
     `stall_limit_s`: see `launch.stalls`; 0 for no limit. `elastic`: see `launched`. Raises Failure (69) if
     Horovod is missing, ranks cannot be found, or there are fewer ranks or hosts than the launcher started.
     """
@@ -136,7 +135,7 @@ def find_ranks(
         if stall_limit_s:  # Horovod's own check names the stalled ranks; it takes whole seconds
             os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(max(1, round(stall_limit_s))))
         single = environment.launcher == "alone"
-        ranks = Communicator() if single else HorovodCommunicator(framework, gpu=gpu, timeline=timeline)
+        ranks = Communicator() if single else HorovodCommunicator(framework, gpu=gpu)
         group = watched(ranks, stall_limit_s)
     if isinstance(group.rendezvous, ViewRendezvous) and group.rendezvous.joining:
         return group

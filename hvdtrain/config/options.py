@@ -256,8 +256,6 @@ class Measurement:
     """N:M, steps to trace with the profiler
 
     Rank 0 writes a trace of the framework's profiler for Chrome and TensorBoard into the run folder."""
-    horovod_timeline: bool = False
-    """Record Horovod's timeline of every tensor"""
     inference: str | None = None
     """SAMPLES,... to time inference with
 
@@ -284,7 +282,7 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
             "evaluate_samples",
             "monitor_ms",
         ),
-        *("monitor_idle_s", "profile", "horovod_timeline", "inference", "tensorboard", "debug"),
+        *("monitor_idle_s", "profile", "inference", "tensorboard", "debug"),
     )
     """Options that help lists by name only"""
 

@@ -221,7 +221,7 @@ def _form_group(front: Front) -> None:
     """Forms the group of the ranks that Horovod connects, once. Collective."""
     global _group
     if _group is None and front.get("size")() > 1:
-        _group = comm_world.watched(HorovodCommunicator(front.framework, gpu=False, timeline=False), stall_limit_s())
+        _group = comm_world.watched(HorovodCommunicator(front.framework, gpu=False), stall_limit_s())
 
 
 def recorder(

@@ -93,10 +93,6 @@ class Stages:
             return
         stages, parts = self.mesh.stages, batch_plan.micro_batches(self.config)
         flag = f"--stages {stages}" if stages > 1 else f"--micro-batches {parts}"
-        if self.config.horovod_timeline:
-            raise Failure(
-                f"--horovod-timeline: Horovod does not run with {flag}; hint: --profile instead", exits.BAD_CONFIG
-            )
         if self.config.shares is not None:
             raise Failure(f"--shares cannot be combined with {flag}; hint: leave one of them out", exits.BAD_CONFIG)
         able = exchange.capabilities

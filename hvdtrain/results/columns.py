@@ -150,7 +150,7 @@ NOT_SETTINGS = frozenset(
         *("framework", "strategy", "epochs", "batch_size", "global_batch_size", "device", "seed", "data"),
         *("threads", "precision"),
         *("run_dir", "resume", "json", "dry_run", "debug", "monitor", "monitor_ms", "monitor_idle_s"),
-        *("profile", "horovod_timeline", "tensorboard", "checkpoint_epochs", "checkpoint_steps", "keep_checkpoints"),
+        *("profile", "tensorboard", "checkpoint_epochs", "checkpoint_steps", "keep_checkpoints"),
         *("check_replicas", "inference"),
     }
 )

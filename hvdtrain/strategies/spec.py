@@ -109,10 +109,6 @@ class Exchange:
                 "and scales each step differently, so nothing can be kept between steps; hint: --precision bf16",
                 exits.BAD_CONFIG,
             )
-        if config.horovod_timeline and self.capabilities.backend != "horovod":
-            raise Failure(
-                f"--horovod-timeline: Horovod does not run with --strategy {self}; hint: --profile", exits.BAD_CONFIG
-            )
         if config.backend != "tcp" and self.capabilities.backend != "tcp":
             raise Failure(
                 f"--backend {config.backend} is for strategies on hvdtrain's TCP backend, and --strategy {self} uses "

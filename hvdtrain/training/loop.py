@@ -87,7 +87,7 @@ class Loop:
             (state.folder / "COMPLETE").unlink(missing_ok=True)
         self._stop.resumable = True
         with contextlib.ExitStack() as watching:
-            watching.enter_context(self._observers.watching(state.at.step))
+            watching.enter_context(self._observers.watching())
             self._began_unix_s, self._nic_began = time.time(), self._world.nic_counters()
             self._members.begin()
             while state.at.epoch < self._config.epochs and not state.at.reached(self._target, self._metric):

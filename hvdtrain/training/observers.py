@@ -1,4 +1,4 @@
-"""The optional observers of a run: the framework's profiler, Horovod's timeline, monitors and TensorBoard scalars.
+"""The optional observers of a run: the framework's profiler, monitors and TensorBoard scalars.
 
 The profiler slows the steps that it observes, and in the next step the other ranks wait for rank 0 to write its trace.
 So these steps are excluded from rates.
@@ -15,8 +15,6 @@ from typing import Any
 
 from hvdtrain import records
 from hvdtrain.comm.backends.base import Communicator
-from hvdtrain.comm.backends.horovod import HorovodCommunicator
-from hvdtrain.comm.launch_env import LaunchEnv
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.frameworks import Profiler, Replica
 from hvdtrain.system import exits
@@ -25,11 +23,9 @@ from hvdtrain.system.exits import Failure
 UNOBSERVED: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
-def check(config: TrainConfig, steps: int, environment: LaunchEnv) -> None:
-    """Raise Failure (78) if the requested profiler, timeline or TensorBoard cannot work in a run of `steps` steps."""
+def check(config: TrainConfig, steps: int) -> None:
+    """Raise Failure (78) if the requested profiler or TensorBoard cannot work in a run of `steps` steps."""
     profiled_steps(config.profile, steps)
-    if config.horovod_timeline and environment.launcher == "alone":
-        raise Failure("--horovod-timeline needs Horovod, and there is no launcher; hint: use mpirun", exits.BAD_CONFIG)
     if config.tensorboard:
         from hvdtrain.observe import tensorboard
 
@@ -85,7 +81,7 @@ def monitoring(
 
 
 class Observers:
-    """Runs one rank's monitors, profiler and timeline. Every rank makes one and calls the same methods."""
+    """Runs one rank's monitors and profiler. Every rank makes one and calls the same methods."""
 
     def __init__(
         self,
@@ -104,15 +100,13 @@ class Observers:
         self._first_profiled = self._last_profiled = 0
 
     @contextlib.contextmanager
-    def watching(self, start: int) -> Iterator[None]:
-        """Run monitors and timeline from `start`, the first step of this process, until the run ends or stops."""
+    def watching(self) -> Iterator[None]:
+        """Run monitors until the run ends or stops."""
         with contextlib.ExitStack() as watching:
             if self._config.monitor != "none":
                 watching.enter_context(
                     monitoring(self._config, self._folder, self._world, self._replica.device, self._say)
                 )
-            if self._config.horovod_timeline:
-                watching.enter_context(self._timeline(start))
             yield
             if self._profiler is not None:  # stopped by a signal between N and M
                 self._write_profile(self._profiler)
@@ -142,20 +136,6 @@ class Observers:
             self._say(f"profile of steps {steps}: {profiler.stop(f'steps-{steps}')}")
         except OSError as error:  # training continues
             self._say(f"warning: the profile of steps {steps} could not be written: {error}")
-
-    @contextlib.contextmanager
-    def _timeline(self, start: int) -> Iterator[None]:
-        """Start the timeline on rank 0. A barrier makes sure that no rank submits a tensor before that."""
-        horovod = self._world
-        assert isinstance(horovod, HorovodCommunicator), "checked with the options"
-        if horovod.rank == 0:
-            name = f"horovod_timeline{f'-from-{start}' if start else ''}.json"
-            horovod.start_timeline(self._outputs() / name)
-        self._world.gather("timeline")
-        self._say("note: the thread that writes Horovod's timeline never sleeps, so this run is slower than others")
-        yield
-        if horovod.rank == 0:
-            horovod.stop_timeline()
 
     def _outputs(self) -> Path:
         folder = self._folder / "profile"

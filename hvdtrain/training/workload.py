@@ -187,7 +187,7 @@ class Workload:
             loader.steps_per_epoch,
             shares.given(config, stages.mesh.replicas),
         )
-        observers.check(config, plan.steps, self.environment)
+        observers.check(config, plan.steps)
         if config.target:
             self.metric.target(config.target)
             if not len(getattr(dataset, config.evaluate_on)):
@@ -246,7 +246,6 @@ class Workload:
             self.config.framework,
             horovod=horovod,
             gpu=device != "cpu",
-            timeline=self.config.horovod_timeline,
             stall_limit_s=self.config.stall_limit,
             elastic=True,
         )

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import secrets
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +18,8 @@ from hvdtrain.system.exits import Failure
 
 
 class HorovodCommunicator(Communicator, FrameworkExchange):
-    def __init__(self, framework: str, *, gpu: bool, timeline: bool) -> None:
-        """`framework`: torch or tensorflow. `timeline`: allow the timeline to start later.
+    def __init__(self, framework: str, *, gpu: bool) -> None:
+        """`framework`: torch or tensorflow.
 
         Raises Failure (69) if Horovod is missing or cannot connect the ranks.
         """
@@ -35,8 +33,6 @@ class HorovodCommunicator(Communicator, FrameworkExchange):
             raise Failure(
                 f"{message}, or use torchrun with a strategy that needs no Horovod", exits.UNREACHABLE
             ) from error
-        if timeline:
-            os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
         hvd.init()
         self._hvd: Any = hvd
         self.in_framework = self
@@ -51,14 +47,6 @@ class HorovodCommunicator(Communicator, FrameworkExchange):
 
     def _disconnect(self) -> None:
         self._hvd.shutdown()
-
-    def start_timeline(self, path: Path) -> None:
-        """Record every tensor in a Chrome trace from now on. Only rank 0, Horovod's coordinator, records."""
-        self._hvd.start_timeline(str(path))
-
-    def stop_timeline(self) -> None:
-        """Complete the trace."""
-        self._hvd.stop_timeline()
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
         part = np.frombuffer(own, dtype=np.uint8)

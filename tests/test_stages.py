@@ -55,7 +55,7 @@ from hvdtrain.models.layers import Layer
 from hvdtrain.pipeline import partition
 from hvdtrain.pipeline.mesh import Mesh
 from hvdtrain.pipeline.plan import Stages
-from hvdtrain.pipeline.schedule import NUMBER_BYTES, Coding, Order, Pipe, order, packed, unpacked
+from hvdtrain.pipeline.schedule import NUMBER_BYTES, Coding, Pipe, order, packed, unpacked
 from hvdtrain.records import metrics
 from hvdtrain.records.metrics import Metric
 from hvdtrain.system.exits import Failure
@@ -64,28 +64,24 @@ from hvdtrain.training.framework import make_replica
 # --- mesh, schedule and partition -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("across", ["hosts", "ranks"])
-def test_every_rank_has_different_coordinates_in_the_mesh(across: Any) -> None:
-    mesh = Mesh(ranks=12, stages=3, across=across)
+def test_every_rank_has_different_coordinates_in_the_mesh() -> None:
+    mesh = Mesh(ranks=12, stages=3)
     places = [mesh.at(rank) for rank in range(12)]
     assert sorted(places) == list(itertools.product(range(4), range(3)))
     assert [mesh.rank(*place) for place in places] == list(range(12))
-    assert mesh.holders(1) == ([4, 5, 6, 7] if across == "hosts" else [1, 4, 7, 10])
+    assert mesh.holders(1) == [4, 5, 6, 7]
     with pytest.raises(Failure, match="--stages 5: the number of ranks, 12, is not a multiple"):
         Mesh(ranks=12, stages=5)
 
 
-@pytest.mark.parametrize("how", ["1f1b", "eager", "gpipe"])
 @pytest.mark.parametrize(("stages", "count"), [(1, 1), (1, 4), (2, 1), (3, 2), (4, 9)])
-def test_each_micro_batch_runs_forward_once_and_then_backward_in_order(how: Order, stages: int, count: int) -> None:
+def test_each_micro_batch_runs_forward_once_and_then_backward_in_order(stages: int, count: int) -> None:
     for stage in range(stages):
-        actions = list(order(how, stage, stages, count))
+        actions = list(order(stage, stages, count))
         assert [number for forward, number in actions if forward] == list(range(count))
         assert [number for forward, number in actions if not forward] == list(range(count))
         held = list(itertools.accumulate(1 if forward else -1 for forward, _ in actions))
-        assert min(held) == 0 and max(held) == min(
-            count, {"1f1b": stages - stage, "eager": 2 * (stages - stage) - 1, "gpipe": count}[how]
-        )
+        assert min(held) == 0 and max(held) == min(count, stages - stage)
 
 
 def layers(work: list[float], sent: list[int]) -> list[Layer]:
@@ -116,11 +112,10 @@ def test_the_plan_of_two_stages() -> None:
         return Stages.of(TrainConfig(stages=2, **options), environment, row, [10, 20], "model")
 
     assert [plan().held(stage, 12) for stage in range(2)] == [2, 1]
-    assert [plan(stage_order="gpipe").held(stage, 12) for stage in range(2)] == [4, 4]
     facts = plan().facts(partition.named(row, 2, ["l1"]), 4)
     assert "2 micro-batches of 2 samples" in facts["pipeline"], "a micro-batch has at least two samples"
     assert "sends and receives 8.000 MB per micro-batch" in facts["stage 0"]
-    assert [plan(4, 2, stage_across=across).layout().hosts for across in ("hosts", "ranks")] == [1, 2]
+    assert plan(4, 2).layout().hosts == 1
     assert partition.bubble(2, 4) == 1 / 5 and partition.bubble(1, 4) == 0
 
 
@@ -279,10 +274,10 @@ class Linear:
 
 
 @pytest.mark.parametrize(
-    ("how", "stages", "sizes"),
-    [("1f1b", 1, [3]), ("1f1b", 2, [4, 4, 1]), ("1f1b", 4, [5, 3]), ("eager", 3, [2] * 9), ("gpipe", 3, [2] * 9)],
+    ("stages", "sizes"),
+    [(1, [3]), (2, [4, 4, 1]), (4, [5, 3]), (3, [2] * 9)],
 )
-def test_a_pipeline_has_the_gradients_and_totals_of_one_process(how: Order, stages: int, sizes: list[int]) -> None:
+def test_a_pipeline_has_the_gradients_and_totals_of_one_process(stages: int, sizes: list[int]) -> None:
     """With more and with fewer micro-batches than stages, and with a short last one."""
     drawn = np.random.default_rng(stages)
     widths = [6, *drawn.integers(2, 8, stages - 1).tolist(), 2]
@@ -303,7 +298,6 @@ def test_a_pipeline_has_the_gradients_and_totals_of_one_process(how: Order, stag
             after=after,
             inputs=(widths[stage],),
             outputs=(widths[stage + 1],),
-            order=how,
         )
         for stage, (before, after) in enumerate(ends_of)
     ]
@@ -372,7 +366,7 @@ def test_a_blocked_send_is_waiting() -> None:
     parts = tuple(Batch(arrays=(x[i : i + 1],), weight=1, total_weight=10) for i in range(len(x)))
     batch = Batch(arrays=(x,), weight=10, total_weight=10, parts=parts)
     ends = enumerate(channels(2))
-    pipes = [Pipe(n, 2, before=a, after=b, inputs=(1,), outputs=(1,), order="gpipe") for n, (a, b) in ends]
+    pipes = [Pipe(n, 2, before=a, after=b, inputs=(1,), outputs=(1,)) for n, (a, b) in ends]
 
     def run(stage: int) -> None:
         time.sleep(1.2 * stage)
@@ -490,14 +484,14 @@ def test_two_stages_equal_one_process_bit_for_bit(trained: Callable[..., Path]) 
 def test_stages_combined_with_replicas(trained: Callable[..., Path], tmp_path: Path) -> None:
     """BatchNorm sees smaller micro-batches in each replica, so the weights only resemble the weights of one process."""
     flags = [*FLAGS, "--stages", "2"]
-    exact = [*flags, "--strategy", "hierarchical", "--check-replicas", "1", "--stage-across", "ranks"]
-    exact += ["--stage-order", "gpipe", "--activations", "int8", "--run-dir", str(tmp_path / "exact")]
+    exact = [*flags, "--strategy", "hierarchical", "--check-replicas", "1"]
+    exact += ["--activations", "int8", "--run-dir", str(tmp_path / "exact")]
     drifting = [*flags, "--strategy", "local-sgd:every=2", "--run-dir", str(tmp_path / "drifting")]
-    other = [*drifting, "--resume", "--stage-across", "ranks"]
+    other = [*drifting, "--resume", "--cut-at", "fc"]
     todo = [{"flags": exact}, {"flags": drifting, "stop_before": 1}, {"flags": other, "refused": 78}]
     codes, output = trainings(4, todo)
     assert codes == [0, 75, 78], output
-    assert "hint: use the same --stages, --cut-at and --stage-across" in output, "momentum belongs to a rank"
+    assert "hint: use the same --stages and --cut-at" in output, "momentum belongs to a rank"
     one, four = arrays(trained(0)), arrays(tmp_path / "exact")
     shift = np.concatenate([(four[name] - one[name]).ravel() for name in one if name.startswith("parameter.")])
     assert 0 < np.abs(shift).mean() < 2e-2

@@ -270,8 +270,7 @@ def stages(theme: str) -> str:
     shown = {
         "exact sums (`hierarchical`)": ("exact sums", ORANGE),
         "`torch.distributed.pipelining` on Gloo": ("torch's pipelining", ORANGE),
-        "`--stages 2`, exact": ("two stages, 1f1b", GREEN),
-        "`--stages 2 --stage-order eager`, exact": ("two stages, eager", GREEN),
+        "`--stages 2`, exact": ("two stages", GREEN),
         "`powersgd:rank=4`": ("powersgd:rank=4", BLUE),
     }
     one = next(row for row in found if row[0] == "one host")
@@ -284,7 +283,7 @@ def stages(theme: str) -> str:
         for column, rate in ((2, "10 Mbit/s"), (3, "100 Mbit/s"), (4, "1 Gbit/s"))
     }
     return panels(
-        theme, "Speed-up of two hosts over one", "Steps per second of two hosts over one host, for five strategies.",
+        theme, "Speed-up of two hosts over one", "Steps per second of two hosts over one host, for four strategies.",
         bars, "x", 1.5,
     )  # fmt: skip
 

@@ -152,15 +152,6 @@ class Communication:
     """LAYER,... that begin stages (default: measured)
 
     The first layer of each stage but the first, by the names that --dry-run prints."""
-    stage_across: Literal["hosts", "ranks"] = "hosts"
-    """Where the stages of a replica are
-
-    hosts: on different hosts, so that activations cross the network; ranks: on the ranks of one host."""
-    stage_order: Literal["1f1b", "eager", "gpipe"] = "1f1b"
-    """Pipeline schedule
-
-    1f1b: one forward, one backward in turn; eager: more forward passes first, so that a stage computes while
-    activations are on a slow link; gpipe: all forward passes first. Each holds more activations than the one before."""
     activations: Literal["fp32", "bf16", "int8"] = "fp32"
     """Format of activations between stages
 
@@ -271,7 +262,7 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
     GROUP: ClassVar[str] = "model"
     RARE: ClassVar[tuple[str, ...]] = (
         *("epoch_samples", "clip_norm", "ema", "compile", "threads"),
-        *("stages", "micro_batches", "cut_at", "stage_across", "stage_order", "activations"),
+        *("stages", "micro_batches", "cut_at", "activations"),
         *(
             "backend",
             "buckets",

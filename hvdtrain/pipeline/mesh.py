@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -11,14 +10,13 @@ from hvdtrain.system.exits import Failure
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The ranks on two axes, `replicas` and `stages`. Raises Failure (78) if the ranks cannot be divided like that."""
+    """The ranks on two axes, `replicas` and `stages`. Raises Failure (78) if the ranks cannot be divided like that.
+
+    The ranks of a stage have consecutive numbers, so hosts have few stages and activations cross the network.
+    """
 
     ranks: int = 1
     stages: int = 1
-    across: Literal["hosts", "ranks"] = "hosts"
-    """hosts: the ranks of a stage have consecutive numbers, so hosts have few stages and activations cross the network.
-    ranks: the ranks of a pipeline have consecutive numbers, so hosts have whole pipelines and gradients cross the
-    network."""
 
     def __post_init__(self) -> None:
         if self.ranks % self.stages:
@@ -35,15 +33,12 @@ class Mesh:
 
     def at(self, rank: int) -> tuple[int, int]:
         """Return the coordinates of a rank: (replica, stage)."""
-        if self.across == "hosts":
-            stage, replica = divmod(rank, self.replicas)
-        else:
-            replica, stage = divmod(rank, self.stages)
+        stage, replica = divmod(rank, self.replicas)
         return replica, stage
 
     def rank(self, replica: int, stage: int) -> int:
         """Return the rank at these coordinates."""
-        return stage * self.replicas + replica if self.across == "hosts" else replica * self.stages + stage
+        return stage * self.replicas + replica
 
     def holders(self, stage: int) -> list[int]:
         """Return the ranks of a stage, in order of replicas."""

@@ -44,7 +44,7 @@ class Stages:
         """
         assumed = config.dry_run and environment.launcher == "alone"
         ranks = config.stages if assumed else environment.size
-        mesh = Mesh(ranks=ranks, stages=config.stages, across=config.stage_across)
+        mesh = Mesh(ranks=ranks, stages=config.stages)
         if config.stages > 1 and not layers:
             raise Failure(
                 f"--stages {config.stages}: {model} cannot be partitioned; hint: docs/guides/large-models.md "
@@ -115,7 +115,7 @@ class Stages:
 
     def held(self, stage: int, rank_batch: int) -> int:
         """Return the maximum number of micro-batches that a stage has run forward but not yet backward."""
-        return 1 + warm_up(self.config.stage_order, stage, self.mesh.stages, self.micro_batches(rank_batch))
+        return 1 + warm_up(stage, self.mesh.stages, self.micro_batches(rank_batch))
 
     def guessed(self) -> Partition:
         """Return the partition of --cut-at, or one by multiply-adds alone. Raises Failure (78), as `measured` does."""
@@ -149,7 +149,6 @@ class Stages:
             after=following,
             inputs=layers.boundary(stage - 1) if stage else (),
             outputs=layers.boundary(stage) if stage < last else (),
-            order=self.config.stage_order,
             coding=self.config.activations,
         )
 
@@ -160,7 +159,7 @@ class Stages:
         idle = partition.bubble(stages, parts)
         lines = {
             "pipeline": f"{stages} stages x {self.mesh.replicas} replicas, {parts} micro-batches of {samples} samples, "
-            f"{self.config.stage_order}; equally fast stages would be idle for {idle:.0%} of a step"
+            f"1f1b; equally fast stages would be idle for {idle:.0%} of a step"
         }
         work = sum(layer.multiply_adds for layer in self.layers)
         for stage, (begin, end) in enumerate(itertools.pairwise(layers.borders)):

@@ -1,11 +1,9 @@
 """The schedule of a stage: the order of its forward and backward passes and of its messages.
 
-With K stages and M micro-batches, stage s of `1f1b` runs K - 1 - s of them forward before its first backward, and then
-alternates. So it holds the activations of at most K - s micro-batches. `eager` first runs twice as many forward, so
-that stages have work while activations are on a slow link (Zhuang et al., "On optimizing the communication of model
-parallelism", MLSys 2023). `gpipe` runs all M forward first and holds all of them. Every schedule runs backward in the
-order of the micro-batches. So gradients are added in that order, and the weights equal the weights of one process that
-runs the same micro-batches, bit for bit if its arithmetic is the same.
+With K stages and M micro-batches, stage s runs K - 1 - s of them forward before its first backward, and then alternates
+(1F1B). So it holds the activations of at most K - s micro-batches. It runs backward in the order of the micro-batches.
+So gradients are added in that order, and the weights equal the weights of one process that runs the same micro-batches,
+bit for bit if its arithmetic is the same.
 
 After the last activations of a step each stage sends on whether any rank before it was asked to stop. After the last
 gradients the last stage sends back the step's totals, which only it knows. So all stages record the same and stop
@@ -26,7 +24,6 @@ from hvdtrain.strategies.reducers import quantize
 from hvdtrain.strategies.reducers.bfloat16 import from_bf16, to_bf16
 
 T = TypeVar("T")
-Order = Literal["1f1b", "eager", "gpipe"]
 Coding = Literal["fp32", "bf16", "int8"]
 NUMBER_BYTES: dict[Coding, float] = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / quantize.LENGTH}
 """Bytes per number sent"""
@@ -114,10 +111,9 @@ class Pipe:
         after: Channel | None = None,
         inputs: tuple[int, ...] = (),
         outputs: tuple[int, ...] = (),
-        order: Order = "1f1b",
         coding: Coding = "fp32",
     ) -> None:
-        self._stage, self._stages, self._order, self._coding = stage, stages, order, coding
+        self._stage, self._stages, self._coding = stage, stages, coding
         self._before, self._after, self._inputs, self._outputs = before, after, inputs, outputs
         self.last = stage == stages - 1
         self.waited_s = 0.0
@@ -143,7 +139,7 @@ class Pipe:
         self.take_sent_bytes()
         micros = batch.parts or (batch,)
         stop_asked, tail = np.array([stop], np.float32), np.empty(0, np.float32)
-        for forward, number in order(self._order, self._stage, self._stages, len(micros)):
+        for forward, number in order(self._stage, self._stages, len(micros)):
             micro, is_last = micros[number], number == len(micros) - 1
             if forward:
                 inputs = self._receive(self._before, micro, self._inputs)
@@ -231,15 +227,14 @@ def unpacked(message: np.ndarray, shape: tuple[int, ...], coding: Coding) -> np.
     return numbers.reshape(shape)
 
 
-def warm_up(schedule: Order, stage: int, stages: int, count: int) -> int:
+def warm_up(stage: int, stages: int, count: int) -> int:
     """Return how many of `count` micro-batches a stage runs forward before it alternates."""
-    following = stages - 1 - stage
-    return min({"1f1b": following, "eager": 2 * following, "gpipe": count - 1}[schedule], count - 1)
+    return min(stages - 1 - stage, count - 1)
 
 
-def order(schedule: Order, stage: int, stages: int, count: int) -> Iterator[tuple[bool, int]]:
+def order(stage: int, stages: int, count: int) -> Iterator[tuple[bool, int]]:
     """Yield (whether forward, micro-batch) for each action of a stage in a step with `count` micro-batches."""
-    first = warm_up(schedule, stage, stages, count)
+    first = warm_up(stage, stages, count)
     yield from ((True, number) for number in range(first))
     for number in range(count):
         if first + number < count:

@@ -136,7 +136,7 @@ def resharded(loaded: Loaded, strategy: Strategy) -> Arrays:
     if (loaded.recut and any(states)) or (strategy.capabilities.local_updates and not loaded.local):
         raise Failure(
             f"checkpoint of step {loaded.step}: the state of its strategy belongs to other stages; hint: use the same "
-            "--stages, --cut-at and --stage-across",
+            "--stages and --cut-at",
             BAD_CONFIG,
         )
     own = {name: array for name, array in loaded.local.items() if not name.startswith("strategy.")}

@@ -1,4 +1,4 @@
-"""`--clip-norm`, `--ema`, `--augment`, `--label-smoothing` and `--compile`: their definitions, and the laws of
+"""`--clip-norm`, `--ema`, `--augment` and `--label-smoothing`: their definitions, and the laws of
 runs that use all of them."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import document, here, launch, refused, trainings
+from conftest import here, refused, trainings
 from runs import read_run
 from test_resnet_train import assert_same_arrays
 from twins import Model, tf, torch
@@ -233,18 +233,6 @@ def test_augmentation_is_a_function_of_seed_epoch_and_sample(kinds: str) -> None
     assert np.array_equal(split.samples, images) and images.min() >= 1, "the data set is unchanged"
 
 
-def test_a_compiled_model_has_the_losses_of_the_plain_one(tmp_path: Path) -> None:
-    flags = ["--data", "wine", "--layers", "8", "--epochs", "1", "--batch-size", "16", "--framework", "torch"]
-    here("tabular", *flags, "--run-dir", str(tmp_path / "plain"))
-    command = ["-m", "hvdtrain.tabular", *flags, "--compile", "--json", "--run-dir", str(tmp_path / "compiled")]
-    document(launch(0, command))
-    np.testing.assert_allclose(losses(tmp_path / "compiled"), losses(tmp_path / "plain"), rtol=1e-5)
-    first, *others = read_run(tmp_path / "compiled")["step"]
-    assert first.warmup and first.compute_s > max(step.compute_s for step in others), "one compilation, as warm-up"
-    assert others[-1].samples < first.samples
-    assert json.loads((tmp_path / "compiled" / "manifest.json").read_text())["config"]["compile"] is True
-
-
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
@@ -257,8 +245,6 @@ def test_a_compiled_model_has_the_losses_of_the_plain_one(tmp_path: Path) -> Non
             "--strategy async-ps: --ema 0.9: ranks have the same weights only",
         ),
         (["--clip-norm", "1", "--stages", "2"], "no rank knows the norm over all stages; hint: "),
-        (["--compile", "--framework", "tensorflow"], "--compile is for PyTorch; hint: "),
-        (["--compile", "--micro-batches", "2"], "cannot be combined with --stages or --micro-batches; hint: "),
     ],
 )
 def test_what_cannot_be_combined_is_one_line(flags: list[str], text: str) -> None:

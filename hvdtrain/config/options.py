@@ -185,11 +185,6 @@ class Run:
     """Device
 
     auto: this rank's GPU if there is one, otherwise the CPU."""
-    compile: bool = False
-    """Compile the model with torch.compile
-
-    PyTorch only. The first step takes longer, by 10 s to minutes, and is marked as warm-up. Evaluation is not
-    compiled."""
     threads: int = bounded(0, least=0)
     """CPU threads per rank; 0: automatic
 
@@ -261,7 +256,7 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
 
     GROUP: ClassVar[str] = "model"
     RARE: ClassVar[tuple[str, ...]] = (
-        *("epoch_samples", "clip_norm", "ema", "compile", "threads"),
+        *("epoch_samples", "clip_norm", "ema", "threads"),
         *("stages", "micro_batches", "cut_at", "activations"),
         *(
             "backend",
@@ -311,12 +306,6 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
             raise Failure(
                 f"--warmup-epochs {self.warmup_epochs} is more than --epochs {self.epochs}; hint: lower it",
                 exits.BAD_CONFIG,
-            )
-        if self.compile and self.framework == "tensorflow":
-            raise Failure("--compile is for PyTorch; hint: leave it out, TensorFlow always compiles", exits.BAD_CONFIG)
-        if self.compile and (self.stages > 1 or (self.micro_batches or 1) > 1):
-            raise Failure(
-                "--compile cannot be combined with --stages or --micro-batches; hint: leave it out", exits.BAD_CONFIG
             )
         if self.clip_norm and self.stages > 1:
             raise Failure(

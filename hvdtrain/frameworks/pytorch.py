@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from hvdtrain.comm.backends.framework import TorchStep
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.frameworks import Profiler, statistics_of
-from hvdtrain.frameworks.compile_torch import compiled
 from hvdtrain.frameworks.flat_torch import Average, Flat
 from hvdtrain.frameworks.hooks_torch import GradientHooks
 from hvdtrain.frameworks.muon_torch import Muon
@@ -74,9 +73,6 @@ class TorchReplica:
         self._device = torch.device(device)
         self._model = model.to(self._device)
         self._world = world
-        self._plain_loss: Callable[..., Any] = model.loss
-        if config.compile:
-            model.loss = compiled(model.loss)
         self._parameters = dict(model.named_parameters())
         floats = [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
         self.statistics = statistics_of(model, floats)
@@ -231,13 +227,13 @@ class TorchReplica:
     def observe(self, batch: Batch) -> None:
         self._model.train()
         with self._autocast:
-            self._plain_loss(*self._tensors(batch.arrays))
+            self._model.loss(*self._tensors(batch.arrays))
 
     @torch.inference_mode()
     def evaluate(self, batch: Batch) -> np.ndarray:
         self._model.eval()
         with self._autocast:
-            loss, sums = self._plain_loss(*self._tensors(batch.arrays))
+            loss, sums = self._model.loss(*self._tensors(batch.arrays))
         return np.append(torch.cat(self._numbers(loss.double(), sums)).cpu().numpy(), batch.weight)
 
     def state(self) -> dict[str, np.ndarray]:

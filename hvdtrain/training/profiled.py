@@ -84,7 +84,7 @@ def key(job: Job) -> dict[str, Any]:
         "model": run.model,
         "data": {name: run.data.get(name) for name in ("image_shape", "pixel_dtype", "name")},
         "augment": str(job.workload.data.augment),
-        **{name: getattr(config, name) for name in ("framework", "precision", "compile", "optimizer", "clip_norm")},
+        **{name: getattr(config, name) for name in ("framework", "precision", "optimizer", "clip_norm")},
         "device": job.device,
         "threads": job.threads,
     }

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,7 +83,7 @@ def test_a_host_that_breaks_the_protocol_is_lost_and_one_whose_login_shell_print
         ("agent", "\x1e\xff\xfe"): message,
         ("agent", "\x1e", 3_000): message,
         ("rank", '\x1e{"ready":["x"]}'): message,
-        ("rank", '\x1e{"pace":NaN}'): message,
+        ("rank", '\x1e{"admit":NaN}'): message,
         ("rank", "\x1e{"): "connection to host",
     }
     done = on_one_machine(len(forged) + 1, str(PROGRAMS / "elastic_forging.py"), json.dumps([*forged]))
@@ -268,8 +266,7 @@ def test_what_cannot_continue_is_refused(flags: list[str], said: str) -> None:
 
 
 def test_other_options_of_the_launcher_are_refused(tmp_path: Path) -> None:
-    least = (["--min-hosts", "0"], ["--min-hosts", "3"], ["--max-hosts", "2"])
-    for launcher in (["--logs", str(tmp_path)], ["--slowest", "1"], *least):
+    for launcher in (["--logs", str(tmp_path)], ["--min-hosts", "0"], ["--min-hosts", "3"]):
         done = on_one_machine(2, "-c", "", launcher=launcher)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
 
@@ -492,16 +489,16 @@ def test_hosts_come_back_one_after_the_other(four: Cluster, tmp_path: Path) -> N
 
 @pytest.mark.root
 @pytest.mark.slow
-def test_new_hosts_take_part_and_spares_wait(four: Cluster, tmp_path: Path) -> None:
+def test_new_hosts_take_part(four: Cluster, tmp_path: Path) -> None:
     """The hostfile gets a line that is wrong, a name that is unknown, other names of members, and a host with more
-    slots than its two cores. Then the host of rank 0 is lost, and a spare one takes its place. Every replica is
-    compared after each step."""
+    slots than its two cores. Then the host of rank 0 is lost, and another one is added. Every replica is compared after
+    each step."""
     folder, hostfile = tmp_path / "run", tmp_path / "hosts"
     hostfile.write_text("a:1\nb:1\n")
     flags = ["--strategy", "powersgd", "--epochs", "400", "--check-replicas", "1", "--shares", "1:3"]
     flags += ["--epoch-samples", "480", "--evaluate-samples", "32"]
     listed = ["--hostfile", str(hostfile)]
-    run = Run(four, folder, *flags, launcher=["--max-hosts", "3", "--no-return"], hosts=listed)
+    run = Run(four, folder, *flags, launcher=["--no-return"], hosts=listed)
 
     def wait_for(condition: Callable[[], object]) -> None:
         until(lambda: run.process.poll() is not None or condition(), what=run.text)
@@ -515,12 +512,11 @@ def test_new_hosts_take_part_and_spares_wait(four: Cluster, tmp_path: Path) -> N
             names.write("fd00::6 six\n")
         hostfile.write_text("a:1\nb:1\nnowhere.invalid\nsix\n0\n127.0.0.1\nlocalhost\n10.77.0.2\nc slots=40\n")
         wait_for(lambda: len(views(folder)) == 1)
+        run.wait_for_step(views(folder)[0].step + 9)
+        run.kill("a")
+        wait_for(lambda: len(views(folder)) == 2)
         with hostfile.open("a") as file:
             file.write("d:1\n")
-        wait_for(lambda: "d was added, and waits" in run.text())
-        run.wait_for_step(views(folder)[0].step + 9)
-        assert len(views(folder)) == 1 and not run.ranks("d")
-        run.kill("a")
         wait_for(lambda: len(views(folder)) == 3)
         run.wait_for_step(views(folder)[2].step + 9)
         run.process.terminate()
@@ -533,7 +529,7 @@ def test_new_hosts_take_part_and_spares_wait(four: Cluster, tmp_path: Path) -> N
     assert [found["view"][each].reason for each in (0, 2)] == ["c is new", "d is new"]
     for said in ("no host was added", "host nowhere.invalid has no IPv4 address", "host six has only IPv6 addresses"):
         assert text.count(said) == 1, said
-    assert f"--hostfile {hostfile} --elastic --max-hosts 3 --no-return" in text, "the command that resumes the run"
+    assert f"--hostfile {hostfile} --elastic --no-return" in text, "the command that resumes the run"
     assert "c has 2 cores, so it gets 2 ranks instead of 40" in text
     assert [text.count(f"is not added: it is {name}, which is in the job") for name in "ab"] == [3, 1]
     steps = [step.step for step in found["step"]]
@@ -550,30 +546,6 @@ def views(folder: Path) -> Any:
         return read_run(folder)["view"]
     except Failure:  # its records are moving to another rank
         return []
-
-
-@pytest.mark.root
-@pytest.mark.slow
-def test_a_host_that_becomes_slow_is_put_out(four: Cluster, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    flags = ["--strategy", "powersgd", "--epochs", "200", "--checkpoint-epochs", "0", "--evaluate-samples", "32"]
-    run = Run(four, folder, *flags, launcher=["--slowest", "5"])
-    try:
-        run.wait_for_step(20)
-        (slow,) = run.ranks("c")
-        while run.process.poll() is None and not views(folder):
-            for number, seconds in ((signal.SIGSTOP, 0.2), (signal.SIGCONT, 0.01)):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(slow, number)
-                time.sleep(seconds)
-        assert run.process.poll() is None, run.text()
-        run.wait_for_step(views(folder)[0].step + 20)
-    finally:
-        run.process.terminate()
-        assert run.process.wait(LIMIT_S) == 75, run.text()
-    (view,) = views(folder)
-    assert view.members == ["a", "b", "d"] and "host c takes" in view.reason
-    assert "came back" not in run.text()
 
 
 @pytest.mark.root

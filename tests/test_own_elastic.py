@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROGRAMS, finished, launch
+from conftest import PROGRAMS, launch
 from test_elastic import on_one_machine
 
 TORCH, KERAS = (["-W", "ignore", str(PROGRAMS / name)] for name in ("own_elastic.py", "own_elastic_keras.py"))
@@ -68,21 +67,6 @@ def test_a_rank_that_comes_back_continues_with_the_others(tmp_path: Path, monkey
     assert [report["first"] for report in found] == [1, 2, 0], "it is the last rank now"
     check(found)
     assert [[size for *_, size in report["resets"]] for report in found] == [[2, 3], [2, 3], [3]]
-
-
-@pytest.mark.slow
-def test_a_spare_host_takes_the_place_of_a_lost_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HVDTRAIN_STRATEGY", "local-sgd:every=2")
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text("127.0.0.1\n127.0.0.2\n127.0.0.3\n")
-    launcher = ["launch/mpirun.sh", "--elastic", "--quiet", "--max-hosts", "2", "--no-return", "--hostfile", hostfile]
-    done = finished([*launcher, sys.executable, *TORCH, str(tmp_path), "[[0, 3, 2]]", '{"sleep_s": 1.0}'])
-    assert done.returncode == 0, done.stderr
-    assert "127.0.0.3 was added, and waits" in done.stderr and "127.0.0.3 is new (view 2)" in done.stderr
-    found = reports(tmp_path)
-    assert [report["first"] for report in found] == [1, 3]
-    check(found)
-    assert [[size for *_, size in report["resets"]] for report in found] == [[1, 2], [2]]
 
 
 @pytest.mark.slow

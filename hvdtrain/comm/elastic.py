@@ -218,10 +218,6 @@ class ElasticCommunicator(TcpCommunicator):
         """From now on the job may continue without a lost host. `run`: what hosts that come back need, as JSON."""
         self._channel.send({"began": dict(run)})
 
-    def report_pace(self, compute_s: float) -> None:
-        """Report how long this rank computes in a step, so that a host that became slow can be put out."""
-        self._channel.send({"pace": compute_s})
-
     def join(self) -> None:
         """If `joining`: wait until the others let this rank take part. `recover` follows."""
         self._channel.newer(self.view.number, {"ready": True})

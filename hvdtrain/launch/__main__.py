@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import os
 import shlex
 import shutil
@@ -110,9 +109,7 @@ def parser(launcher: str, program: str | None = None) -> Parser:
     if launcher == "mpirun":
         add("--elastic", action="store_true", help="continue without lost hosts; take in new hosts of --hostfile")
         add("--min-hosts", type=int, metavar="N", help="with --elastic: end the job below N hosts (default: 1)")
-        add("--max-hosts", type=int, metavar="N", help="with --elastic --hostfile: use at most N hosts of the file")
         add("--no-return", action="store_true", help="with --elastic: do not start lost hosts again")
-        add("--slowest", type=float, metavar="X", help="with --elastic: drop a host X times as slow as the others")
     add(
         "--logs",
         type=Path,
@@ -217,15 +214,8 @@ def check_elastic(options: argparse.Namespace) -> None:
     is_elastic, least = getattr(options, "elastic", False), getattr(options, "min_hosts", None)
     if least is not None and (not is_elastic or least < 1):
         raise Failure(f"--min-hosts {least}; hint: give 1 or more, together with --elastic", exits.USAGE)
-    most = getattr(options, "max_hosts", None)
-    if most is not None and (not is_elastic or most < 1 or not options.hostfile or options.np is not None):
-        hint = "give 1 or more, together with --elastic and --hostfile, and without -np"
-        raise Failure(f"--max-hosts {most}; hint: {hint}", exits.USAGE)
     if getattr(options, "no_return", False) and not is_elastic:
         raise Failure("--no-return; hint: give it together with --elastic", exits.USAGE)
-    slowest = getattr(options, "slowest", None)
-    if slowest is not None and not (is_elastic and slowest > 1):
-        raise Failure(f"--slowest {slowest:g}; hint: give more than 1, together with --elastic", exits.USAGE)
     if not is_elastic:
         return
     for name in ("logs", "mca"):
@@ -244,7 +234,6 @@ def make_plan(launcher: str, options: argparse.Namespace, environment: Mapping[s
         hint = "give --nic for the interface, or use mpirun"
         raise Failure(f"--mca {min(own)}: horovodrun sets this parameter itself; hint: {hint}", exits.USAGE)
     available, source = find_hosts(options, environment)
-    available = available[: getattr(options, "max_hosts", None)]
     slots = sum(slot.slots for slot in available)
     ranks = slots if options.np is None else options.np
     if ranks > slots:
@@ -328,9 +317,7 @@ def typed(plan: Plan, options: argparse.Namespace) -> str:
         words += ["-np", str(plan.ranks)]
     if getattr(options, "elastic", False):
         words += ["--elastic", *(["--min-hosts", str(options.min_hosts)] if options.min_hosts else [])]
-        words += ["--max-hosts", str(options.max_hosts)] if options.max_hosts else []
         words += ["--no-return"] if options.no_return else []
-        words += ["--slowest", f"{options.slowest:g}"] if options.slowest else []
     for name in ("nic", "rate", "logs"):
         if (value := getattr(options, name)) is not None:
             words += [f"--{name}", str(value)]
@@ -399,9 +386,7 @@ def start_elastic(plan: Plan, variables: Mapping[str, str], options: argparse.Na
         plan.command,
         passed,
         min_hosts=options.min_hosts or 1,
-        max_hosts=options.max_hosts or math.inf,
         hostfile=_watched_hostfile(options),
-        slowest=options.slowest or math.inf,
         returns=not options.no_return,
         grace_s=options.grace,
     )

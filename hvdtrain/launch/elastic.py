@@ -38,8 +38,6 @@ SILENCE_S = 4.0
 """Silence of a host after which the others continue without it"""
 AGAIN_S = SILENCE_S + 1
 """Wait before the same members connect again, if a connection broke although no host is lost"""
-SLOW_REPORTS = 3
-"""Reports in a row after which a host counts as slow"""
 ATTEMPTS = 5
 """Views in a row in which the members could not connect, after which the job ends"""
 LOOK_S = 1.0
@@ -59,15 +57,13 @@ class ElasticJob:
         environment: Mapping[str, str],
         *,
         min_hosts: int,
-        max_hosts: float,
         hostfile: Path | None,
-        slowest: float,
         returns: bool,
         grace_s: float,
     ) -> None:
-        """`places`: each host with its slots and its address. `hostfile`: hosts that are added to this file take part,
-        until there are `max_hosts`. `slowest`: see `_heed_pace`. `returns`: whether hosts may come back."""
-        self._slowest, self._returns, self._max_hosts = slowest, returns, max_hosts
+        """`places`: each host with its slots and its address. `hostfile`: hosts that are added to this file take part.
+        `returns`: whether hosts may come back."""
+        self._returns = returns
         self._addresses = {slots.host: address for slots, address in places}
         self._hostfile = HostfileWatch(hostfile, self._addresses) if hostfile else None
         self._members = Members(len(places), min_hosts)
@@ -201,8 +197,6 @@ class ElasticJob:
         elif "ready" in message:
             host.ready.add(rank)
             self._announce()
-        elif "pace" in message:
-            self._heed_pace(index, rank, message)
         elif "admit" in message and message["admit"] == self._members.number:
             self._admit()
         elif "joined" in message and message["joined"] == self._members.number and index in self._members.present:
@@ -296,12 +290,6 @@ class ElasticJob:
         """Whether all present ranks have come to step 0."""
         return self._began >= {*self._members.ranks(self._hosts)}
 
-    @property
-    def _places(self) -> float:
-        """Hosts that may still be started (--max-hosts)."""
-        started = [index for index, host in enumerate(self._hosts) if not host.gone]
-        return self._max_hosts - len({*self._members.present, *started})
-
     def _add_hosts(self, now: float) -> None:
         """Take in hosts that were added to the hostfile, as hosts that are lost and may come back now."""
         while self._hostfile is not None and self._all_began:
@@ -316,14 +304,12 @@ class ElasticJob:
             ranks = list(range(self._next_rank, self._next_rank + slots.slots))
             self._next_rank += slots.slots
             self._addresses[slots.host] = address
-            if self._places <= sum(host.new and host.lost for host in self._hosts):
-                say(f"{slots.host} was added, and waits while {self._max_hosts} hosts take part (--max-hosts)")
             self._hosts.append(Host(slots.host, address, ranks, lost=True, new=True, return_at=now))
 
     def _bring_back(self, now: float) -> None:
         """Start lost and new hosts that answer."""
         for index, host in enumerate(self._hosts):
-            if self._ending or self._finished or self._stop.received or self._places <= 0:
+            if self._ending or self._finished or self._stop.received:
                 return
             if not host.lost or now < host.return_at or (answers := host.answers()) is None:
                 continue
@@ -345,16 +331,6 @@ class ElasticJob:
         self._gathers.keep(lambda view: view != number)
         view = {"number": number, "ranks": host.ranks, "hosts": [host.name] * len(host.ranks), "reason": ""}
         self._start(host, view)
-
-    def _heed_pace(self, index: int, rank: int, message: dict[str, Any]) -> None:
-        """Put out a host that computes `slowest` times as long as the others do, in SLOW_REPORTS reports in a row."""
-        host = self._hosts[index]
-        factor = host.report_pace(rank, message["pace"], [self._hosts[each] for each in self._members.present])
-        host.slow = host.slow + 1 if factor > self._slowest else 0
-        remaining = len(self._members.present) - 1
-        if host.slow >= SLOW_REPORTS * len(host.ranks) and self._members.refusal(remaining) is None:
-            self._lose(index, f"host {host.name} takes {factor:.1f} times as long as the others (--slowest)")
-            host.return_at = math.inf
 
     def _announce(self) -> None:
         """Send the members the number of ranks that are ready to take part. Rank 0 answers between two steps."""

@@ -38,7 +38,6 @@ FROM_RANK = (
     {"gather": int, "of": int, "data": str},
     {"began": dict},
     {"ready": bool},
-    {"pace": float},
     {"admit": int},
     {"joined": int},
     {"broken": int},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -56,10 +55,6 @@ class Host:
     """How long one of its ranks has been stopped (SIGSTOP)"""
     looked_at: float = 0.0
     """When its agent reported the last three"""
-    pace_s: dict[int, float] = dataclasses.field(default_factory=dict)
-    """The newest report of each rank: how long it computes in a step"""
-    slow: int = 0
-    """Reports in a row with which the host was too slow"""
     wait_s: float = RETURN_S
     return_at: float = float("inf")
     """When it is started again"""
@@ -87,15 +82,7 @@ class Host:
         self.line = Line(process.stdout.fileno(), process.stdin.fileno(), FROM_AGENT, f"host {self.name}")
         self.line.send(job)
         self.heard_at, self.lost = time.monotonic() + START_S, False
-        self.running, self.ready, self.pace_s, self.slow = {*self.ranks}, set(), {}, 0
-
-    def report_pace(self, rank: int, pace_s: float, members: Sequence[Host]) -> float:
-        """Take a rank's report. Returns how many times as long as the median of the other members this host computes in
-        a step; 0 if it is not known."""
-        self.pace_s[rank] = pace_s
-        paces = [max(other.pace_s.values()) for other in members if other.pace_s and other is not self]
-        usual = statistics.median(paces) if paces else 0.0
-        return max(self.pace_s.values()) / usual if usual > 0 else 0.0
+        self.running, self.ready = {*self.ranks}, set()
 
     def stop(self) -> None:
         """End the connection to its agent at once."""

@@ -185,7 +185,6 @@ class Loop:
     def _observe(self, step: records.Step, seconds: float) -> None:
         """Pass a step of this rank, which took `seconds`, to all that watch its speed."""
         self._spent.add(step)
-        self._members.add(step)
         if self._adaptive:
             self._adaptive.add(step, seconds)
         if self._balance:

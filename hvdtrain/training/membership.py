@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-import statistics
 import time
 import zlib
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from hvdtrain import records
 from hvdtrain.comm.elastic import Aborted, ElasticCommunicator
 from hvdtrain.comm.errors import PeerLost
 from hvdtrain.records.arrays_file import pieces, views
@@ -34,8 +32,6 @@ from hvdtrain.training.train_state import Position
 T = TypeVar("T")
 LOST = (PeerLost, Aborted)
 """What collective work raises if a host was lost"""
-PACE_STEPS = 10
-"""Steps whose median a rank reports to the launcher"""
 DOCUMENT = "document"
 """Name of the array with everything but arrays in the message to a new rank"""
 
@@ -78,9 +74,6 @@ class Membership:
         """At the end of an epoch: `synchronize` again if the members changed while the strategy synchronized."""
         return Outcome.DONE
 
-    def add(self, step: records.Step) -> None:
-        """This rank has done a step."""
-
 
 class ElasticMembership(Membership):
     """Members that the launcher changes. The present ones are the last view of `comm.elastic`."""
@@ -101,7 +94,6 @@ class ElasticMembership(Membership):
         """Whether the optimizer's state was rounded since the last division"""
         self._received: dict[str, np.ndarray] | None = None
         """In a new rank, the strategy's state, until it takes part"""
-        self._pace: list[float] = []
 
     def begin(self) -> None:
         self._world.begin(elastic.begun(self._state.job, self._state.folder))
@@ -153,14 +145,6 @@ class ElasticMembership(Membership):
         else:  # other ranks have gone on with smaller batches
             state.at.step = world.step = world.target
         return Outcome.CHANGED
-
-    def add(self, step: records.Step) -> None:
-        if step.warmup:
-            return
-        self._pace.append(step.compute_s)
-        if len(self._pace) == PACE_STEPS:
-            self._world.report_pace(statistics.median(self._pace))
-            self._pace.clear()
 
     def _statistics(self) -> dict[str, np.ndarray]:
         """Return a copy of the running statistics, which the work changes before it exchanges anything."""

@@ -22,19 +22,6 @@ from hvdtrain.tensorflow import log as log
 from hvdtrain.tensorflow import shutdown as shutdown
 from hvdtrain.tensorflow.api import Compression
 from hvdtrain.tensorflow.api import broadcast_global_variables as broadcast_global_variables
-from hvdtrain.tensorflow.tape import local_weights
-
-
-def PartialDistributedOptimizer(optimizer: Any, *arguments: Any, local_layers: Any = None, **named: Any) -> Any:
-    """Return a `DistributedOptimizer` that does not exchange the gradients of `local_layers`.
-
-    Raises ValueError if they are not layers of Keras.
-    """
-    weights = local_weights(local_layers)
-    distributed = DistributedOptimizer(optimizer, *arguments, **named)
-    for variable in weights:
-        distributed.register_local_var(variable)
-    return distributed
 
 
 def load_model(

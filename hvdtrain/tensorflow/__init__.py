@@ -26,7 +26,6 @@ from hvdtrain.tensorflow.collectives import FRONT as _FRONT
 from hvdtrain.tensorflow.step import tensor
 from hvdtrain.tensorflow.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
 from hvdtrain.tensorflow.tape import DistributedGradientTape as DistributedGradientTape
-from hvdtrain.tensorflow.tape import PartialDistributedGradientTape as PartialDistributedGradientTape
 
 init, shutdown = _FRONT.init, _FRONT.shutdown
 

@@ -6,7 +6,6 @@ tape for each step, so the state of the exchange is stored in this module, by va
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -148,24 +147,4 @@ def _recorded(tape: Any, compression: Any) -> Any:
         return gradients
 
     tape.gradient = recorded_gradient
-    return tape
-
-
-def local_weights(local_layers: Any) -> list[Any]:
-    """Return the trainable weights of a Keras layer or of several. Raises ValueError for anything else."""
-    layers: Sequence[Any] = [local_layers] if isinstance(local_layers, tf.keras.layers.Layer) else local_layers or ()
-    if not all(isinstance(layer, tf.keras.layers.Layer) for layer in layers):
-        raise ValueError("local_layers must be layers of Keras")
-    return [variable for layer in layers for variable in layer.trainable_weights]
-
-
-def PartialDistributedGradientTape(gradtape: Any, *arguments: Any, local_layers: Any = None, **named: Any) -> Any:
-    """Return a `DistributedGradientTape` that does not exchange the gradients of `local_layers`.
-
-    Raises ValueError if they are not layers of Keras.
-    """
-    weights = local_weights(local_layers)
-    tape = DistributedGradientTape(gradtape, *arguments, **named)
-    for variable in weights:
-        tape.register_local_source(tensor(variable))
     return tape

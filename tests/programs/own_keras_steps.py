@@ -62,13 +62,15 @@ def partial(gradient: tf.Tensor) -> dict[str, Any]:
     weights = [layer.kernel for layer in layers]
     one(groups=[weights[:1]]).apply([gradient[None]] * 2, weights)
     report: dict[str, Any] = {"in a group and in none": [float(-each.value[0, 0]) for each in weights]}
-    optimizer = hvdtrain.keras.PartialDistributedOptimizer(keras.optimizers.SGD(1.0), local_layers=layers[1])
+    optimizer = hvdtrain.keras.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.register_local_var(weights[1])
     optimizer.apply([gradient[None]] * 2, weights)
     report["one layer local"] = [float(-each.value[0, 0]) for each in weights]
     for name, named in (("on a tape", {}), ("sum on a tape", {"op": hvd.Sum})):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(gradient * (weights[0] + weights[1]))
-        apart = hvd.PartialDistributedGradientTape(tape, local_layers=layers[1], **named)
+        apart = hvd.DistributedGradientTape(tape, **named)
+        apart.register_local_source(weights[1].value)
         pairs = apart.get_local_and_global_gradients(loss, [each.value for each in weights])
         report[name] = [[float(each[0, 0]) for _, each in part] for part in pairs]
     return report

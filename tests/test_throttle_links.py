@@ -225,15 +225,6 @@ def test_an_ssh_session_that_sudo_hides_is_found(machine: Machine) -> None:
     assert done.returncode == 1 and "the ssh session" in done.stderr
 
 
-def test_a_throttle_with_an_end_can_be_kept(machine: Machine) -> None:
-    machine.throttle("10mbit", "--dev", "v0", "--for", "600s")
-    assert sh("ip", "netns", "pids", machine.netns).split()
-    assert machine.throttle("keep").returncode == 0
-    until(lambda: not sh("ip", "netns", "pids", machine.netns).split())  # its watchdog exits
-    assert machine.rates() == (10_000_000, 10_000_000)
-    machine.throttle("clear")
-
-
 # --- atomic changes --------------------------------------------------------------------------------------------------
 
 

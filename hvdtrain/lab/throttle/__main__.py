@@ -28,7 +28,7 @@ from hvdtrain.system.rates import show_rate
 
 SCHEMA = "hvdtrain/throttle/1"
 FORCED_S = 600.0
-"""Duration of a forced throttle, unless `--for` sets it or `keep` makes it permanent."""
+"""Duration of a forced throttle, unless `--for` sets it."""
 
 
 def document(dev: str, up: Shape | None, down: Shape | None, mtu: int = 1500) -> dict[str, Any]:
@@ -107,8 +107,7 @@ def _duration_s(options: argparse.Namespace) -> float | None:
         return requested
     if not options.force:
         raise Failure(
-            f"{options.dev} {reason}; nothing changed; "
-            "hint: --force throttles it for 10 minutes (or --for TIME), until `throttle.sh keep`"
+            f"{options.dev} {reason}; nothing changed; hint: --force throttles it for 10 minutes (or --for TIME)"
         )
     return requested or FORCED_S
 
@@ -171,7 +170,7 @@ def throttle(options: argparse.Namespace) -> int:
         watchdog.change(store, lock, link_changes(selected, known, requested), files, for_s)
     rates = ", ".join(f"{name} {show_rate(shape.rate_bit_s)}" for name, shape in requested.items() if shape)
     hosts = ",".join(dict.fromkeys(target.host for target in selected))
-    end = f"; ends in {for_s:g} s unless you run `throttle.sh keep`" if for_s else ""
+    end = f"; ends in {for_s:g} s" if for_s else ""
     print(f"throttle: {hosts} ({options.dev or 'virtual'}): {rates}{end}", file=sys.stderr)
     return exits.OK
 
@@ -224,16 +223,6 @@ def clear(options: argparse.Namespace) -> int:
     return exits.OK
 
 
-def keep(options: argparse.Namespace) -> int:
-    kept = 0
-    for store, _ in _stores(options):
-        with store.locked():
-            kept += watchdog.keep(store)
-    stays = "the throttle stays until `throttle.sh clear`"
-    print(f"throttle: {stays if kept else 'no throttle had an end'}", file=sys.stderr)
-    return exits.OK
-
-
 def _stores(options: argparse.Namespace) -> list[tuple[Store, set[str] | None]]:
     """The stores that exist, each with the keys of the selected links. None: all links of the store."""
     if options.dev or options.name or options.host:
@@ -274,7 +263,7 @@ def main(arguments: list[str]) -> int:
         notice = f"throttle: sudo makes this root, to change queues; to undo it: {undo}" if action == "throttle" else ""
         refusal = "changing queues needs root; hint: run it with sudo"
         become_root(refusal, "throttle.sh", "hvdtrain.lab.throttle", arguments, notice=notice)
-    return {"throttle": throttle, "verify": goodput.verify, "clear": clear, "keep": keep}[action](options)
+    return {"throttle": throttle, "verify": goodput.verify, "clear": clear}[action](options)
 
 
 if __name__ == "__main__":

@@ -49,8 +49,8 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
     find("ssh")
     if options.what in {"show", "verify"} or options.dry_run:
         return _report(_run_everywhere(names, words), as_json=options.json)
-    trial = [*words, "--dry-run"] if options.what != "keep" else ["show", "--dev", options.dev]
-    failed = {host: done for host, done in _run_everywhere(names, trial).items() if done.returncode}
+    trial = _run_everywhere(names, [*words, "--dry-run"])
+    failed = {host: done for host, done in trial.items() if done.returncode}
     if failed:
         _report(failed, as_json=False)
         raise Failure(f"nothing changed on any host, because of {', '.join(failed)}", _worst(failed))

@@ -28,17 +28,16 @@ PURPOSE = """Limit the bandwidth of links in the kernel, with a token bucket (tc
   tools/throttle.sh show --json                   requested and actual rates
   tools/throttle.sh verify                        measure the links
   tools/throttle.sh clear                         restore the original queues
-  tools/throttle.sh keep                          make a throttle with an end (--for, --force) permanent
 
 1 mbit is 10^6 bit/s. mbps, which means bytes in tc, is rejected. A new rate replaces the old one without a gap.
 """
-ACTIONS = ("show", "verify", "clear", "keep")
+ACTIONS = ("show", "verify", "clear")
 
 
 def parser() -> Parser:
     top = Parser(prog="tools/throttle.sh", description=PURPOSE, allow_abbrev=False)
     add = top.add_argument
-    add("what", nargs="?", metavar="RATE|show|verify|clear|keep", help="a rate such as 10mbit, or an action")
+    add("what", nargs="?", metavar="RATE|show|verify|clear", help="a rate such as 10mbit, or an action")
     add("--up", metavar="RATE", help="rate at which a host sends; `none`: unlimited")
     add("--down", metavar="RATE", help="rate at which a host receives; `none`: unlimited")
     add("--delay", metavar="TIME", help="delay of every packet that a host sends, e.g. 5ms (needs the kernel's netem)")
@@ -157,5 +156,5 @@ def check(options: argparse.Namespace, action: str) -> None:
         raise Failure(message, exits.USAGE)
     if options.peer and (action != "verify" or not options.dev):
         raise Failure("--peer can only be used with `verify --dev`", exits.USAGE)
-    if options.dry_run and action in ("keep", "verify"):
-        raise Failure(f"--dry-run can only be used with a rate or with clear, not with {action}", exits.USAGE)
+    if options.dry_run and action == "verify":
+        raise Failure("--dry-run can only be used with a rate or with clear, not with verify", exits.USAGE)

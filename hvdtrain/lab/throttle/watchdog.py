@@ -300,13 +300,3 @@ def clear(store: Store, lock: int, links: list[Link]) -> list[str]:
         files = {Path(path): None for path in state["files"]}
     change(store, lock, [LinkChange(link, None) for link in links], files, None)
     return [line for link in links if (line := difference(link))]
-
-
-def keep(store: Store) -> int:
-    """Make throttles with an end (`--for`, `--force`) permanent. Returns their number. The caller holds the lock."""
-    state = store.load()
-    timed = [link for link in state["links"].values() if link["until_utc"]]
-    for link in timed:
-        link["until_utc"] = None
-    store.save(state)
-    return len(timed)

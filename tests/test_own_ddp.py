@@ -17,9 +17,16 @@ def ddp(strategy: str, *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", ["hierarchical", "local-sgd:every=1", "auto"])
-def test_exact_exchanges_equal_one_process(strategy: str) -> None:
-    """With accumulation, clipping, a scheduler and a GradScaler; SGD averaged after each step is exact too."""
-    done = launch(2, ddp(strategy, SCRIPT, "10"), "torchrun")
+def test_exact_exchanges_equal_one_process(strategy: str, tmp_path: Path) -> None:
+    """With accumulation, clipping, a scheduler and a GradScaler; SGD averaged after each step is exact too.
+
+    The run is recorded, with whatever strategy.
+    """
+    extra = {"HVDTRAIN_RUN_DIR": str(tmp_path / "run"), "HVDTRAIN_RECORD": "1"}
+    done = launch(2, ddp(strategy, SCRIPT, "10"), "torchrun", extra)
+    assert (tmp_path / "run/COMPLETE").exists(), done.stderr
+    steps = (tmp_path / "run/metrics/rank0000.jsonl").read_text().splitlines()
+    assert sum('"type":"step"' in line for line in steps) == 10
     report = document(done)
     assert all(report["equal"])
     assert report["worst"] < 1e-6 < report["moved"]

@@ -134,7 +134,7 @@ def wanted(strategy: str | None = None, *, chooses: bool = False) -> Exchange | 
     reasons = {
         "tcp": "",
         "horovod": f"Horovod does not support {name}; hint: use {DEFAULT_REDUCER}, horovodrun or mpirun",
-        "native": f"scripts cannot use PyTorch's or Keras' own exchange; hint: use {DEFAULT_REDUCER} or hvd.ddp_hook()",
+        "native": f"scripts cannot use PyTorch's or Keras' own exchange; hint: use {DEFAULT_REDUCER}",
     }
     servers = f"scripts cannot use parameter servers, which update the weights themselves; hint: use {DEFAULT_REDUCER}"
     if reason := reasons.get(backend, servers):

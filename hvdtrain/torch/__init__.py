@@ -26,17 +26,6 @@ def __getattr__(name: str) -> Any:
     return _FRONT.get(name)
 
 
-def ddp_hook(strategy: str) -> tuple[Any, Any]:
-    """Return a hook for DistributedDataParallel: `ddp.register_comm_hook(*ddp_hook("powersgd"))`. Collective.
-
-    For scripts that use torch.distributed under torchrun, which need not call `init`. Raises Failure if the strategy is
-    not a reducer.
-    """
-    from hvdtrain.torch import hook
-
-    return hook.Hook(hook.Buckets(strategy)), hook.exchange
-
-
 def attach(model: Any, optimizer: Any, *, strategy: str | None = None) -> None:
     """Let a model, usually DistributedDataParallel, and its optimizer exchange by a strategy. Collective.
 

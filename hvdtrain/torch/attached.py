@@ -1,8 +1,8 @@
 """DistributedDataParallel, and the optimizers of an unmodified script, exchange by a strategy.
 
-With a reducer, DistributedDataParallel calls a hook with its gradients (`hook`). With local-sgd and `auto` the hook
-returns them unsummed, and the optimizer exchanges in `step`: it is made an `Exchanging` one in place, because the
-script, its scheduler and its trainer hold it already.
+With a reducer, gradients are summed during backward in place of DistributedDataParallel's own sums (`summing`). With
+local-sgd and `auto` nobody sums them there, and the optimizer exchanges in `step`: it is made an `Exchanging` one in
+place, because the script, its scheduler and its trainer hold it already.
 
 Between two averages the ranks' weights differ. `reading` says what the script sees of them. What all ranks call
 together averages them first (`TOGETHER`).
@@ -22,16 +22,18 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hvdtrain.comm.elastic import unsupported as unsupported_in_elastic_jobs
+from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.horovod_api import job, ranks
 from hvdtrain.strategies import Exchange, Strategy, parse
 from hvdtrain.strategies.registry import DEFAULT_REDUCER
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 from hvdtrain.torch import api as horovod
-from hvdtrain.torch import hook, reading
+from hvdtrain.torch import reading, summing
 from hvdtrain.torch.automatic import Measuring
+from hvdtrain.torch.collectives import FRONT
 from hvdtrain.torch.exchanging import STATE, Exchanging, unsupported
-from hvdtrain.torch.hook import Buckets, check_group, join
 from hvdtrain.torch.vectors import by_name
 from hvdtrain.training import profiled
 
@@ -98,7 +100,7 @@ class Attached(Measuring):
         if problem := unsupported(self, list(named.values())) or self._unaveraged(exchange):
             raise Failure(f"strategy {self._chosen_strategy}: {problem}", exits.BAD_CONFIG)
         if any(weight.dtype == torch.float64 for weight in named.values()):
-            hook.warn_of_float64(self._chosen_strategy)
+            _warn_of_float64(self._chosen_strategy)
         join(self._chosen_strategy)
         self._begun = self.exchanging = True
         _watch_together()
@@ -107,7 +109,7 @@ class Attached(Measuring):
         self._marks = reading.Marks(self.weights)
         if (rule := job.rule(self._chosen_strategy)) is not None or is_planned:
             self.measure(rule, horovod.Average)
-        if self._early is not None:
+        if self._early is not None and "in_sync" in self._early:  # otherwise the optimizer did not exchange
             loaded = self._checked(self._early)
             self._loaded = loaded if loaded["arrays"] else None
         for model in self._targets:
@@ -152,8 +154,7 @@ class Attached(Measuring):
         self._parameters.remove_hooks()
         self.exchanging = False
         for model in self._targets:
-            hook.of(model).sums = Buckets(str(exchange))
-            model.require_backward_grad_sync = True
+            summing.sum_gradients(model, str(exchange))
 
     def averaged(self) -> None:
         """The weights have been averaged outside `step`."""
@@ -222,6 +223,8 @@ def attach(model: Any, optimizer: torch.optim.Optimizer, *, strategy: str | None
     name = strategy or os.environ.get(job.VARIABLE) or DEFAULT_REDUCER
     if attach_model(model, name):
         convert(optimizer, name)
+    else:
+        summing.keep_state(optimizer)
 
 
 def attach_model(model: Any, strategy: str) -> bool:
@@ -230,19 +233,74 @@ def attach_model(model: Any, strategy: str) -> bool:
     join(strategy)
     if job.rule(strategy) and job.job().world().hosts_count == 1:
         strategy = DEFAULT_REDUCER
-    sums = wrapped and _fits_hook(strategy)
-    if any(each.is_complex() for each in model.parameters()) and not (sums and strategy == DEFAULT_REDUCER):
+    sums = wrapped and _sums_gradients(strategy)
+    _models[model] = set() if sums else {id(each) for each in model.parameters()}
+    types = {each.dtype for each in model.parameters()}
+    if sums and strategy == DEFAULT_REDUCER and (torch.float64 in types or any(each.is_complex for each in types)):
+        return False  # PyTorch's own sums are exact, and those of a strategy would be float32
+    if any(each.is_complex for each in types):
         hint = f"train torch.view_as_real of them, or use {DEFAULT_REDUCER}"
         raise Failure(f"strategy {strategy}: complex parameters cannot be exchanged; hint: {hint}", exits.BAD_CONFIG)
+    if sums and torch.float64 in types:
+        _warn_of_float64(strategy)
     if wrapped:
-        check_group(model)
+        _check(model)
+        summing.sum_gradients(model, strategy if sums else None)
+        _watch_hooks()
     else:
         horovod.broadcast_parameters(model.state_dict(), root_rank=0)
-    _models[model] = set() if sums else {id(each) for each in model.parameters()}
-    if wrapped:
-        hook.register(model, strategy if sums else None)
-        model.require_backward_grad_sync = sums
     return not sums
+
+
+def _warn_of_float64(strategy: str) -> None:
+    if job.job().rank == 0:
+        job.say(f"{strategy} exchanges float64 as float32; {DEFAULT_REDUCER} keeps float64")
+
+
+def join(strategy: str) -> None:
+    """Connect the ranks of torch.distributed, or else of the launcher, for a strategy. Collective.
+
+    Raises Failure (78) if scripts cannot use the strategy, or the launcher has numbered the ranks differently.
+    """
+    if launch_env().launcher == "elastic":
+        raise unsupported_in_elastic_jobs()
+    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if launch_env().launcher == "alone" and ranks[1] > 1:  # processes that the script has started itself
+        os.environ |= {"HVDTRAIN_TORCH_RANK": str(ranks[0]), "HVDTRAIN_TORCH_SIZE": str(ranks[1])}
+    job.init(FRONT, strategy=strategy)
+    job.exchange(strategy)  # takes over if Horovod carries the calls
+    if dist.is_initialized() and ranks != (own := (job.job().rank, job.job().size)):
+        has, launched = ("rank {} of {}".format(*each) for each in (ranks, own))
+        problem = f"torch.distributed says {has}, the launcher {launched}; hint: wrap the model before hvd.init, and"
+        raise Failure(f"{problem} give init_process_group the launcher's ranks", exits.BAD_CONFIG)
+
+
+def _check(model: DistributedDataParallel) -> None:
+    """Raise Failure (78) if DistributedDataParallel has fewer ranks than the job, or a hook of the script."""
+    if (size := dist.get_world_size(model.process_group)) != job.job().size:
+        problem = f"process_group= has {size} ranks, but hvdtrain exchanges between all {job.job().size}"
+        hint = "leave process_group= out, or use DistributedDataParallel without hvdtrain"
+        raise Failure(f"{problem}; hint: {hint}", exits.BAD_CONFIG)
+    if model._comm_hooks:
+        name = getattr(model._comm_hooks[0][0], "__qualname__", "")
+        problem = f"the script has registered the communication hook {name}, which hvdtrain would not call"
+        raise Failure(f"{problem}; hint: leave register_comm_hook out", exits.BAD_CONFIG)
+
+
+@functools.cache
+def _watch_hooks() -> None:
+    """From now on, communication hooks of attached models are left out, with a line."""
+    register = DistributedDataParallel.register_comm_hook
+
+    @functools.wraps(register)
+    def leave_out(self: Any, state: Any, function: Any) -> None:
+        if not isinstance(self.reducer, summing.Expecting):
+            register(self, state, function)
+        elif job.job().rank == 0:
+            name = getattr(function, "__qualname__", function)
+            job.say(f"hvdtrain's strategy replaces the script's communication hook {name}")
+
+    DistributedDataParallel.register_comm_hook = leave_out
 
 
 def convert(optimizer: torch.optim.Optimizer, strategy: str) -> None:
@@ -252,12 +310,13 @@ def convert(optimizer: torch.optim.Optimizer, strategy: str) -> None:
     optimizer.__class__ = type(type(optimizer).__name__, (Attached, type(optimizer)), {})
     optimizer._amp, optimizer._chosen_strategy = amp, strategy
     _optimizers.append(weakref.ref(optimizer))
+    summing.keep_state(optimizer)
 
 
 def watch_script(strategy: str) -> None:
     """From now on, attach every DistributedDataParallel and every optimizer that this process makes."""
     made, set_up = DistributedDataParallel.__init__, torch.optim.Optimizer.__init__
-    register_hook, start = DistributedDataParallel.register_comm_hook, torch.multiprocessing.start_processes
+    start = torch.multiprocessing.start_processes
 
     @functools.wraps(made)
     def wrap(self: Any, *arguments: Any, **named: Any) -> None:
@@ -267,16 +326,10 @@ def watch_script(strategy: str) -> None:
     @functools.wraps(set_up)
     def begin(self: Any, *arguments: Any, **named: Any) -> None:
         set_up(self, *arguments, **named)
-        convert(self, strategy)
-
-    @functools.wraps(register_hook)
-    def keep(self: Any, state: Any, function: Any) -> None:
-        if not isinstance(state, hook.Hook) and self in _models:
-            name = getattr(function, "__qualname__", function)
-            if job.job().rank == 0:
-                job.say(f"strategy {strategy} replaces the script's communication hook {name}")
-            return
-        register_hook(self, state, function)
+        if _sums_gradients(strategy):
+            summing.keep_state(self)
+        else:
+            convert(self, strategy)
 
     @functools.wraps(start)
     def refuse(*arguments: Any, start_method: str = "spawn", **named: Any) -> Any:
@@ -286,9 +339,7 @@ def watch_script(strategy: str) -> None:
             raise Failure(f"{problem}, which would train without hvdtrain; hint: {hint}", exits.BAD_CONFIG)
         return start(*arguments, start_method=start_method, **named)
 
-    DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook = wrap, keep
-    if not _fits_hook(strategy):
-        torch.optim.Optimizer.__init__ = begin
+    DistributedDataParallel.__init__, torch.optim.Optimizer.__init__ = wrap, begin
     torch.multiprocessing.start_processes = torch.multiprocessing.spawn.__globals__["start_processes"] = refuse
     register_optimizer_step_pre_hook(_check_model)
 
@@ -301,8 +352,8 @@ def _check_model(*_: Any) -> None:
         raise Failure(f"hvdtrain.ddp: {problem} supported; hint: {hint}", exits.BAD_CONFIG)
 
 
-def _fits_hook(strategy: str) -> bool:
-    """Whether a hook of DistributedDataParallel can do what the strategy does."""
+def _sums_gradients(strategy: str) -> bool:
+    """Whether the strategy sums the gradients of one backward pass, so that the optimizer need not exchange."""
     return not (job.rule(strategy) or profiled.observer()) and parse(strategy).algorithm is None
 
 

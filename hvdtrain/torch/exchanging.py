@@ -22,6 +22,7 @@ from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies import Exchange, Strategy, automatic
 from hvdtrain.torch import api as horovod
 from hvdtrain.torch.api import Average, Sum
+from hvdtrain.torch.overlap import Overlap
 from hvdtrain.torch.recorded import learning_rate
 from hvdtrain.torch.vectors import (
     JOINED,
@@ -109,7 +110,7 @@ class Exchanging(Skipping):
             ranks=size,
             divided=self._average,
             careful=careful,
-            overlaps=self._overlaps,
+            overlap=Overlap if self._overlaps else None,
             updates_unused=self._updates_unused,
         )
         if self._local:

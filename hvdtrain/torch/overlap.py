@@ -54,6 +54,9 @@ class Overlap:
         """The number of buckets that were sent in this step."""
         return self._hooks.next
 
+    def begin(self) -> None:
+        """A backward pass begins, if somebody says so."""
+
     def pause(self) -> None:
         """Send nothing in the step that begins."""
         self._hooks.active = False

@@ -40,7 +40,7 @@ class Parameters:
         ranks: int,
         divided: bool,
         careful: bool,
-        overlaps: bool = True,
+        overlap: type[Overlap] | None = Overlap,
         updates_unused: bool = True,
     ) -> None:
         """Allocates the vector. Collective.
@@ -52,7 +52,7 @@ class Parameters:
             ranks: The number of ranks.
             divided: Whether gradients are divided by the number of ranks, so that their sum is the mean.
             careful: Whether the strategy must not see gradients that are not finite.
-            overlaps: Whether the strategy may exchange during backward.
+            overlap: Decides when the strategy may exchange during backward; None: it may not.
             updates_unused: Whether parameters that no rank uses are updated too, with zeros as gradients.
         """
         self._update, self._strategy = update, strategy
@@ -77,8 +77,8 @@ class Parameters:
         """Whether the sums are not used; whether the exchange has to be made again, because gradients have changed"""
         self.joined = False
         """Whether this rank has no more steps, and takes part with zeros"""
-        self._buckets = strategy.buckets(late_tail=True) if overlaps else ()
-        self._overlap = Overlap(self._buckets, self._parameters, self._send) if self._buckets else None
+        self._buckets = strategy.buckets(late_tail=True) if overlap else ()
+        self._overlap = overlap(self._buckets, self._parameters, self._send) if overlap and self._buckets else None
 
     def _new_flat(self) -> FlatGradients:
         flat = FlatGradients(self._parameters, TAIL + self._flags, self._device)
@@ -88,6 +88,11 @@ class Parameters:
     def remove_hooks(self) -> None:
         if self._overlap:
             self._overlap.remove()
+
+    def begin_pass(self) -> None:
+        """See `Overlap.begin`."""
+        if self._overlap:
+            self._overlap.begin()
 
     def pause(self) -> None:
         """Send no gradients during the next backward pass."""

@@ -53,7 +53,8 @@ first = dist.new_group([0])
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
 scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 ddp = torch.nn.parallel.DistributedDataParallel(net)
-ddp.register_comm_hook(None, fp16_compress_hook)
+if not double:
+    ddp.register_comm_hook(None, fp16_compress_hook)
 begin = 0
 if path is not None and path.exists():
     kept = torch.load(path)

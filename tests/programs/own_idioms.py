@@ -28,12 +28,12 @@ from torch.nn.parallel import DistributedDataParallel
 from hvdtrain.horovod_api import job
 from hvdtrain.strategies import parse
 from hvdtrain.system.exits import Failure
-from hvdtrain.torch import attached, hook
+from hvdtrain.torch import attached
 
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
 strategy_hosts.joined(1)
-hook.join("hierarchical")
+attached.join("hierarchical")
 WORLD = job.job().world()
 INPUTS, OUTPUTS, ROWS = 6, 3, 8
 

@@ -37,7 +37,7 @@ from hvdtrain.system.arguments import near
 from hvdtrain.system.environment import FOR_RANKS, passes
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import profiled
-from hvdtrain.training.job import Job
+from hvdtrain.training.connected import Connected
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 ENVIRONMENT = {
@@ -85,7 +85,7 @@ class Profiler(profiled.Observer):
         self._options, self._counts, self._names, self._answer = options, counts, names, answer
         self._is_script = is_script(options.workload)
 
-    def modelled(self, job: Job, model: profiled.Maker, initial: profiled.Maker) -> None:
+    def modelled(self, job: Connected, model: profiled.Maker, initial: profiled.Maker) -> None:
         ranks = self._options.ranks_per_host
         config, key = self._with_batch(job.run.config), profiled.key(job)
         batches = [global_batch(config, count * ranks) // (count * ranks) for count in {1, *self._counts}]

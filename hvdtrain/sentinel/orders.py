@@ -7,12 +7,10 @@ import json
 import os
 import select
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from hvdtrain.sentinel import auth, goodput
-
-if TYPE_CHECKING:
-    from hvdtrain.sentinel.watch import Watch
 
 
 def write(line: str, to: int = 2) -> None:
@@ -34,14 +32,16 @@ class Orders:
         """Let the previous host measure its goodput to this one."""
         receiver.open(self._me, (self._index - 1) % len(self._hosts))
 
-    def read(self, watch: Watch) -> bool:
-        """Carry out the orders that have arrived. Returns False at the end of the stream."""
+    def read(self, describe: Callable[[dict[str, Any]], None]) -> bool:
+        """Carry out the orders that have arrived; `describe` gets what they say of the run.
+
+        Returns False at the end of the stream.
+        """
         data = os.read(0, 4096)
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             order = json.loads(line)
-            watch.folder = order.get("folder", watch.folder)
-            watch.command = order.get("command", watch.command)
+            describe(order)
             if "measure" in order:
                 threading.Thread(target=self._measure, daemon=True).start()
         return bool(data)

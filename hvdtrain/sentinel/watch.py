@@ -117,6 +117,10 @@ class Watch:
 
     # --- one round -------------------------------------------------------------------------------------------------
 
+    def describe(self, order: dict[str, Any]) -> None:
+        """Take the run folder, and the command that resumes the run."""
+        self.folder, self.command = order.get("folder", self.folder), order.get("command", self.command)
+
     def descriptors(self) -> list[int]:
         """Descriptors that become readable when a rank or launcher ends."""
         processes = [rank.process for rank in self._ranks.values()] + self._launchers
@@ -381,7 +385,7 @@ def main() -> None:
             events = dict(poll.poll(1000 * watch.pause_s(time.monotonic())))
         for descriptor in ends:
             poll.unregister(descriptor)
-        if orders and 0 in events and not orders.read(watch):
+        if orders and 0 in events and not orders.read(watch.describe):
             poll.unregister(0)
             orders = None
 

@@ -8,7 +8,6 @@ docs/reference/horovod-compatibility.md lists the names and how each behaves.
 from __future__ import annotations
 
 import inspect as _inspect
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as _tf
@@ -19,11 +18,9 @@ from hvdtrain.strategies.registry import DEFAULT_REDUCER
 from hvdtrain.tensorflow import api as _horovod
 from hvdtrain.tensorflow import collectives as mpi_ops  # noqa: F401
 from hvdtrain.tensorflow import elastic as elastic
-from hvdtrain.tensorflow import operations
 from hvdtrain.tensorflow.api import *  # noqa: F403
-from hvdtrain.tensorflow.api import global_process_set
+from hvdtrain.tensorflow.broadcasts import broadcast_variables as broadcast_variables
 from hvdtrain.tensorflow.collectives import FRONT as _FRONT
-from hvdtrain.tensorflow.step import tensor
 from hvdtrain.tensorflow.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
 from hvdtrain.tensorflow.tape import DistributedGradientTape as DistributedGradientTape
 
@@ -33,29 +30,6 @@ init, shutdown = _FRONT.init, _FRONT.shutdown
 def __getattr__(name: str) -> Any:
     """What Horovod's module has besides, if it is installed. Raises AttributeError."""
     return _FRONT.get(name)
-
-
-def broadcast_variables(  # type: ignore[no-redef]
-    variables: Sequence[Any], root_rank: int, process_set: Any = global_process_set, inplace: bool = False
-) -> Any:
-    """Broadcast TensorFlow's or Keras' variables from one rank. Collective.
-
-    The TCP backend sends only a checksum if all ranks hold the same bytes, for example because they used the same seed.
-    """
-    plain = [tensor(variable) for variable in variables]
-    eagerly = _tf.executing_eagerly()
-    if job.is_connected() and eagerly:
-        return operations.broadcast_variables(plain, root_rank, process_set)
-    if inplace or not eagerly:
-        return _horovod.broadcast_variables(plain, root_rank, process_set, inplace)
-
-    @_tf.function(autograph=False)
-    def broadcast() -> None:  # Horovod uses names, which differ for a model that Keras 3 has loaded
-        for index, variable in enumerate(plain):
-            name = f"broadcast_variables.{index}"
-            variable.assign(_horovod.broadcast(variable, root_rank, name=name, process_set=process_set))
-
-    return broadcast()
 
 
 def DistributedOptimizer(  # type: ignore[no-redef]

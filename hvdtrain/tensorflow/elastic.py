@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hvdtrain import tensorflow as hvd
 from hvdtrain.horovod_api.elastic import State
 from hvdtrain.horovod_api.elastic import run as run
 from hvdtrain.tensorflow import api as horovod
+from hvdtrain.tensorflow.broadcasts import broadcast_variables
 from hvdtrain.tensorflow.step import tensor
 
 
@@ -40,7 +40,7 @@ class ObjectState(State):
     def _share(self) -> None:
         variables = [each for name in self._holders for each in self._variables(getattr(self, name))]
         if variables:
-            hvd.broadcast_variables(variables, root_rank=0)
+            broadcast_variables(variables, root_rank=0)
         own = {name: getattr(self, name) for name in self._names if name not in self._holders}
         for name, value in horovod.broadcast_object(own, root_rank=0, name="elastic").items():
             setattr(self, name, value)

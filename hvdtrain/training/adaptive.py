@@ -20,7 +20,7 @@ from __future__ import annotations
 import collections
 import statistics
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,9 +33,7 @@ from hvdtrain.plan import choice
 from hvdtrain.plan.profile import FIXED_SAMPLES, Profile
 from hvdtrain.strategies import CHOOSE, automatic
 from hvdtrain.training import profiled
-
-if TYPE_CHECKING:
-    from hvdtrain.training.job import Job
+from hvdtrain.training.connected import Connected
 
 GROUP, GROUPS = 4, 5
 """Steps in a group, and groups. Local steps repeat every two or four, so the means of groups are comparable"""
@@ -93,7 +91,7 @@ class Pace:
 class Adaptive:
     """Watches the pace of a run on several hosts whose strategy was chosen from `job.profile`."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Connected) -> None:
         rule = automatic.rule(job.auto or "")
         assert rule is not None and job.profile is not None
         self._exchanges = profiled.candidates(job, rule)

@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -30,10 +30,8 @@ from hvdtrain.system import exits, files, locks
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import manifest, run_folder
 from hvdtrain.training.balance import Balance
+from hvdtrain.training.connected import Connected
 from hvdtrain.training.train_state import Position
-
-if TYPE_CHECKING:
-    from hvdtrain.training.job import Job
 
 
 def obstacle(launcher: str, exchange: Exchange, config: TrainConfig) -> tuple[str, str] | None:
@@ -59,7 +57,7 @@ def check(launcher: str, exchange: Exchange, config: TrainConfig) -> None:
         raise Failure(f"{message}; hint: {found[1]}", exits.BAD_CONFIG)
 
 
-def begun(job: Job, folder: Path) -> dict[str, Any]:
+def begun(job: Connected, folder: Path) -> dict[str, Any]:
     """Return what a host needs that comes back or is new during the run: see `joined`."""
     return {
         "folder": str(folder),
@@ -71,7 +69,7 @@ def begun(job: Job, folder: Path) -> dict[str, Any]:
     }
 
 
-def joined(job: Job) -> tuple[Job, Path]:
+def joined(job: Connected) -> tuple[Connected, Path]:
     """Return the job of a rank whose host has come back or is new, and the run folder.
 
     For --strategy auto it has the profile of another rank, because all ranks choose alike.
@@ -91,7 +89,7 @@ def joined(job: Job) -> tuple[Job, Path]:
     return dataclasses.replace(job, run=run, auto=begun["auto"], profile=profile), Path(begun["folder"])
 
 
-def has_room(job: Job, world: Communicator, consumed: int) -> bool:
+def has_room(job: Connected, world: Communicator, consumed: int) -> bool:
     """Whether the epoch has enough samples after the first `consumed` ones for the ranks that wait to take part."""
     if not isinstance(world, ElasticCommunicator) or not world.newcomers:
         return True
@@ -99,13 +97,13 @@ def has_room(job: Job, world: Communicator, consumed: int) -> bool:
     return job.loader.has_room(consumed, size, _global_batch(job, size))
 
 
-def _global_batch(job: Job, ranks: int) -> int:
+def _global_batch(job: Connected, ranks: int) -> int:
     """Return the samples per step of `ranks` ranks, in a run that began anew or was resumed: see `divided`."""
     config, plan = job.run.config, job.run.plan
     return config.global_batch_size or round(plan.global_batch * ranks / plan.ranks)
 
 
-def divided(job: Job, world: Communicator, balance: Balance | None) -> tuple[Loader, BatchPlan]:
+def divided(job: Connected, world: Communicator, balance: Balance | None) -> tuple[Loader, BatchPlan]:
     """Return the loader and the plan of a job for its present members. Collective.
 
     A global batch that was given stays, and each rank takes more of it. Otherwise each rank keeps the batch that it had

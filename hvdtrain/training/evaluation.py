@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +14,7 @@ from hvdtrain.data import Batch, Split
 from hvdtrain.data.loader import Loader, shard
 from hvdtrain.frameworks import Replica
 from hvdtrain.records.metrics import Metric
-
-if TYPE_CHECKING:
-    from hvdtrain.training.job import Job
+from hvdtrain.training.connected import Connected
 
 Judge = Callable[[Any], dict[str, float]]
 """Computes the scores of a whole split that are not sums over samples, such as BLEU. Collective, with equal results"""
@@ -28,7 +26,7 @@ WARM_PASSES, LEAST_PASSES, TIMED_S = 2, 5, 0.5
 class Evaluator:
     """Evaluates a job's replica by its metric and by a judge."""
 
-    def __init__(self, job: Job, replica: Replica, judge: Judge | None, precise_bn: int) -> None:
+    def __init__(self, job: Connected, replica: Replica, judge: Judge | None, precise_bn: int) -> None:
         """`precise_bn`: steps of an epoch from whose batches running statistics are renewed before its evaluation."""
         self._job, self._replica, self._judge, self._precise_bn = job, replica, judge, precise_bn
 

@@ -5,75 +5,32 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import msgspec
 
 from hvdtrain import records, strategies
 from hvdtrain.comm import lifecycle
-from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.world import alone
-from hvdtrain.data.loader import Loader
 from hvdtrain.frameworks import Replica
 from hvdtrain.pipeline.partition import measured_s
-from hvdtrain.pipeline.plan import Stages
 from hvdtrain.pipeline.schedule import Pipe, StageModel
 from hvdtrain.plan import advice
 from hvdtrain.plan.profile import NAME as PROFILE
-from hvdtrain.plan.profile import Profile, as_json
+from hvdtrain.plan.profile import as_json
 from hvdtrain.records.arrays_file import Arrays
-from hvdtrain.strategies import Exchange, Strategy, registry
+from hvdtrain.strategies import registry
 from hvdtrain.strategies import shares as unequal_shares
 from hvdtrain.system import exits, locks
 from hvdtrain.training import elastic, manifest, profiled, resume, run_folder, snapshot, summary
+from hvdtrain.training.connected import Connected
 from hvdtrain.training.evaluation import Judge
 from hvdtrain.training.framework import load_first, make_replica
 from hvdtrain.training.loop import Loop
 
-if TYPE_CHECKING:
-    from hvdtrain.training.workload import Workload
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
-    """The connected ranks of a run, and what this rank contributes."""
-
-    workload: Workload
-    run: run_folder.Run
-    facts: Mapping[str, Any]
-    """Shown before step 0"""
-    loader: Loader
-    exchange: Exchange
-    """The resolved --strategy"""
-    strategy: Strategy | None
-    """None for a model in stages until `staged` has partitioned it"""
-    ranks: Communicator
-    """All ranks"""
-    data: Communicator
-    """The ranks with the same stage, which share out the data"""
-    device: str
-    threads: int
-    stages: Stages
-    pipe: Pipe | None = None
-    """Runs a step in micro-batches; None if a step is not divided"""
-    part: range | None = None
-    """The layers of this rank's stage; None for all"""
-    chosen: str | None = None
-    """Why --strategy auto chose the strategy; None if it was named or if the run was resumed"""
-    auto: str | None = None
-    """The option, such as auto:exact; None if the strategy was named"""
-    profile: Profile | None = None
-    """What --strategy auto knows of the model on this rank; None on a single host"""
-
-    @property
-    def dataset(self) -> Any:
-        return self.workload.data.dataset
-
-    def over(self, dataset: Any) -> Job:
-        """Return this job with the same samples in another form, such as precomputed features."""
-        data = dataclasses.replace(self.workload.data, dataset=dataset)
-        workload = dataclasses.replace(self.workload, data=data)
-        return dataclasses.replace(self, workload=workload, loader=self.loader.over(dataset.train))
+class Job(Connected):
+    """Connected ranks that train."""
 
     def staged(self, model: Callable[[range | None], Any], initial: Callable[[range | None], Arrays]) -> Job:
         """Return this job with the stage of this rank. Collective.

@@ -37,7 +37,7 @@ from hvdtrain.training.membership import Outcome, members_of
 from hvdtrain.training.state import RunState
 
 if TYPE_CHECKING:
-    from hvdtrain.training.job import Job
+    from hvdtrain.training.connected import Connected
 
 
 class Loop:
@@ -45,7 +45,7 @@ class Loop:
 
     def __init__(
         self,
-        job: Job,
+        job: Connected,
         folder: Path,
         *,
         replica: Replica,

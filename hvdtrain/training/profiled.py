@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -25,13 +25,13 @@ from hvdtrain.strategies import Exchange, automatic, parse
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import elastic, resume
+from hvdtrain.training.connected import Connected, Described
 from hvdtrain.training.framework import load_first, make_replica
 
 if TYPE_CHECKING:
     from hvdtrain.plan.steps import Script
-    from hvdtrain.training.job import Job
-    from hvdtrain.training.workload import Workload
 
+C = TypeVar("C", bound=Connected)
 Maker = Callable[[range | None], Any]
 AVERAGING = "local-sgd:every=1"
 WAKING_S = 1.5
@@ -47,7 +47,7 @@ class Observer:
     In a script with a drop-in module, `stepped` is called after each step of its optimizer.
     """
 
-    def modelled(self, job: Job, model: Maker, initial: Maker) -> None: ...
+    def modelled(self, job: Connected, model: Maker, initial: Maker) -> None: ...
 
     def stepped(self, script: Script) -> None: ...
 
@@ -76,7 +76,7 @@ def observer() -> Observer | None:
     return _observer.get()
 
 
-def key(job: Job) -> dict[str, Any]:
+def key(job: Connected) -> dict[str, Any]:
     """Return everything besides the machine that a profile's times depend on."""
     config, run = job.run.config, job.run
     return {
@@ -90,7 +90,7 @@ def key(job: Job) -> dict[str, Any]:
     }
 
 
-def _replica(job: Job, model: Maker) -> tuple[Any, Probe]:
+def _replica(job: Connected, model: Maker) -> tuple[Any, Probe]:
     """Make a fresh model that exchanges nothing."""
     config = job.run.config
     single = alone(config.framework)
@@ -98,7 +98,7 @@ def _replica(job: Job, model: Maker) -> tuple[Any, Probe]:
     return make_replica(model(None), config, single, probe, job.device, job.workload.metric), probe
 
 
-def _batches(job: Job, size: int, epoch: int = 0) -> Iterator[Batch]:
+def _batches(job: Connected, size: int, epoch: int = 0) -> Iterator[Batch]:
     """Yield an epoch's batches of `size` samples, without the last one, which may be short."""
     loader = Loader(
         job.dataset.train,
@@ -115,7 +115,7 @@ def _batches(job: Job, size: int, epoch: int = 0) -> Iterator[Batch]:
 
 
 def measured(
-    job: Job, model: Maker, sizes: Iterable[int], names: Iterable[str], steps_s: float, coding_s: float
+    job: Connected, model: Maker, sizes: Iterable[int], names: Iterable[str], steps_s: float, coding_s: float
 ) -> Profile:
     """Profile a fresh model on this rank. Raises Failure (78) if it cannot be made.
 
@@ -148,7 +148,7 @@ def measured(
     )
 
 
-def pilot_key(job: Job) -> dict[str, Any]:
+def pilot_key(job: Connected) -> dict[str, Any]:
     """Return what a pilot's result depends on besides the times."""
     config, small = job.run.config, job.run.plan.global_batch
     names = "lr lr_scaling warmup_epochs schedule epochs epoch_samples momentum nesterov weight_decay label_smoothing"
@@ -156,7 +156,7 @@ def pilot_key(job: Job) -> dict[str, Any]:
     return {"batches": [small, large], **{name: getattr(config, name, None) for name in names.split()}}
 
 
-def noise_scale(job: Job, model: Maker, initial: Maker) -> tuple[float, float | None] | None:
+def noise_scale(job: Connected, model: Maker, initial: Maker) -> tuple[float, float | None] | None:
     """Train twice from the job's first state on this rank, for some seconds, and return `Profile.noise_scale`."""
     config, (small, large) = job.run.config, pilot_key(job)["batches"]
     samples = config.epoch_samples or len(job.dataset.train)
@@ -183,13 +183,13 @@ def noise_scale(job: Job, model: Maker, initial: Maker) -> tuple[float, float | 
         return None
 
 
-def candidates(job: Job, rule: automatic.Rule) -> list[Exchange]:
+def candidates(job: Connected, rule: automatic.Rule) -> list[Exchange]:
     """Return the strategies from which --strategy auto may choose for this job. Exact sums come first."""
     config, launcher = job.run.config, job.workload.environment.launcher
     return [each for each in choice.candidates(rule, config) if not elastic.obstacle(launcher, each, config)]
 
 
-def with_strategy(job: Job, model: Maker, initial: Maker) -> Job:
+def with_strategy(job: C, model: Maker, initial: Maker) -> C:
     """Return the job with the strategy that `--strategy auto` chooses; otherwise the job itself. Collective.
 
     `model` and `initial`: see `Job.staged`.
@@ -225,7 +225,7 @@ def with_strategy(job: Job, model: Maker, initial: Maker) -> Job:
     )
 
 
-def _continued(job: Job) -> Job:
+def _continued(job: C) -> C:
     """Return the job with the option and rank 0's profile of an earlier start that chose its strategy. Collective.
 
     Raises Failure (65, 74, 77) if the profile is damaged.
@@ -243,7 +243,7 @@ def _continued(job: Job) -> Job:
     return dataclasses.replace(job, auto=kept[0], profile=own)
 
 
-def check(workload: Workload) -> None:
+def check(workload: Described) -> None:
     """Raise Failure (78) if `--strategy auto` cannot be combined with the other options."""
     config = workload.config
     if automatic.rule(config.strategy) and (config.stages > 1 or (config.micro_batches or 1) > 1 or config.shares):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain import records
 from hvdtrain.frameworks import Replica
@@ -14,10 +14,8 @@ from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import elastic, observers, snapshot
 from hvdtrain.training.checkpoint import Checkpoints, Loaded
+from hvdtrain.training.connected import Connected
 from hvdtrain.training.train_state import Position
-
-if TYPE_CHECKING:
-    from hvdtrain.training.job import Job
 
 
 @dataclasses.dataclass
@@ -37,7 +35,7 @@ class Due:
 class RunState:
     """The loop advances it, and a change of members replaces parts of it."""
 
-    def __init__(self, job: Job, folder: Path, replica: Replica) -> None:
+    def __init__(self, job: Connected, folder: Path, replica: Replica) -> None:
         """Collective."""
         assert job.strategy is not None
         self.job, self.folder, self.replica = job, folder, replica

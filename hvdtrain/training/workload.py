@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from hvdtrain import strategies
@@ -21,18 +21,18 @@ from hvdtrain.comm.backends.base import RankGroup
 from hvdtrain.comm.launch_env import LaunchEnv, launch_env
 from hvdtrain.config import batch_plan, parser
 from hvdtrain.config.options import TrainConfig
-from hvdtrain.data.augment import Augment
 from hvdtrain.data.loader import Loader
-from hvdtrain.frameworks import in_vector, resolve
-from hvdtrain.models.layers import Layer
+from hvdtrain.frameworks import resolve
 from hvdtrain.pipeline.plan import Stages
 from hvdtrain.pipeline.schedule import Pipe
-from hvdtrain.records.metrics import Metric
 from hvdtrain.strategies import Exchange, Reducer, Strategy, automatic, catalog, registry, shares
 from hvdtrain.strategies.cost import elements
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import elastic, framework, observers, profiled, resume, run_folder, summary, threads
+from hvdtrain.training.connected import Data as Data
+from hvdtrain.training.connected import Described
+from hvdtrain.training.connected import Model as Model
 from hvdtrain.training.job import Job
 from hvdtrain.training.threads import Threads
 
@@ -53,50 +53,8 @@ def begin(cls: type[C], name: str, purpose: str) -> tuple[C, LaunchEnv]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Data:
-    """The data of a workload."""
-
-    dataset: Any
-    """Its name, its fingerprint, and the splits train, validation and test: see `data.Split`"""
-    title: str
-    """One line for people"""
-    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields of the manifest besides name, fingerprint and the lengths of the splits"""
-    augment: Augment | None = None
-    """Random changes of training images"""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Model:
-    """The model of a workload, described by numbers before a framework is loaded."""
-
-    title: str
-    """Name and size, for people"""
-    facts: Mapping[str, Any]
-    """Fields of the manifest besides the number of parameters: name, spec ..."""
-    shapes: Mapping[str, tuple[int, ...]]
-    """Shapes of the trainable arrays, in the model's order and PyTorch's layout"""
-    multiply_adds: float
-    """Multiply-adds of a layer of mean size for one sample, forward"""
-    layers: Sequence[Layer] = ()
-    """The model as a sequence of layers, if it can be partitioned into stages: see `Job.staged`"""
-
-    def vector_shapes(self, framework: str, names: Iterable[str] | None = None) -> list[tuple[int, ...]]:
-        """Return the shapes of the trainable arrays as they lie in a vector; `names`: only of these arrays."""
-        names = self.shapes if names is None else names
-        return in_vector(framework, [self.shapes[name] for name in names if name in self.shapes])
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Workload:
+class Workload(Described):
     """A model, its data and its metric, before the ranks are connected."""
-
-    name: str
-    config: TrainConfig
-    environment: LaunchEnv
-    data: Data
-    model: Model
-    metric: Metric
 
     def connect(self) -> Job | None:
         """Connect the ranks. Returns None if only a dry run or the help of --strategy was requested. Collective.

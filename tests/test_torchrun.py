@@ -116,6 +116,32 @@ def test_ranks_on_several_hosts_save(cluster: Cluster, tmp_path: Path, codes: st
     assert job.end(signal.SIGTERM) == (code, dict.fromkeys(saved, 1)), (tmp_path / "stderr").read_text()
 
 
+@pytest.mark.root
+@pytest.mark.slow
+def test_a_host_that_is_lost_after_the_others_have_ended_ends_the_job(cluster: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "uneven.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "path = os.path.join(sys.argv[1], os.environ['RANK'])\n"
+        "open(path + '.new', 'w').write(str(os.getpid()))\n"
+        "os.rename(path + '.new', path)\n"
+        "time.sleep(1000 * int(os.environ['RANK']))\n"
+    )
+    start = cluster.command("exec", "a", "--", "hvdtrain", "launch", "torchrun", "-H", "a:1,b:1")
+    link = ["ip", "-n", f"hvd-{cluster.name}-b", "link", "set", "eth0"]
+    job = subprocess.Popen([*start, script, tmp_path], env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+    first, second = (int((tmp_path / name).read_text()) for name in "01")
+    until(lambda: proc.ended(first))
+    subprocess.run([*link, "down"], check=True)
+    try:
+        _, errors = job.communicate(timeout=LIMIT_S)
+    finally:
+        subprocess.run([*link, "up"], check=True)
+    assert job.returncode == 1 and "host b does not answer" in errors, errors
+    until(lambda: proc.ended(second))
+
+
 @pytest.mark.parametrize(
     ("codes", "stopped", "code"),
     [

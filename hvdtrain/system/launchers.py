@@ -44,6 +44,7 @@ LAUNCHERS = (
         name="torchrun",
         variables=("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
         needs="TORCHELASTIC_RUN_ID",
+        helpers=("hvdhost",),  # hvdtrain.torchrun.host
     ),
     Launcher(name="elastic", variables=_numbered("HVDTRAIN_ELASTIC")),
     Launcher(name="torch.distributed", variables=_numbered("HVDTRAIN_TORCH")),

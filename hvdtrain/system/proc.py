@@ -23,7 +23,7 @@ class Stat(NamedTuple):
 
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-PR_SET_PDEATHSIG = 1  # prctl(2)
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # prctl(2)
 GONE = Stat("", "X", 0, 0)
 
 
@@ -96,6 +96,11 @@ def processor() -> str | None:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
     return None
+
+
+def rename(name: str) -> None:
+    """Give this process another name in `stat`, of 15 characters at most."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:

@@ -169,6 +169,7 @@ def outcome(codes: Sequence[int], *, stopped: bool) -> int:
 def main(arguments: list[str]) -> int:
     options = parser().parse_args(arguments)
     addresses = options.hosts.split(",")
+    proc.rename("hvdhost")  # by which the launcher tells it from a rank
     ranks = Ranks()
     here = place(addresses)
     shared = store(addresses[0], options.port, serves=not here)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +114,7 @@ def test_gradients_return_in_the_memory_order_of_the_parameters() -> None:
 
 def test_gradients_of_distributed_data_parallel_are_summed_by_a_strategy() -> None:
     """Exact sums equal PyTorch's, whatever the script does with DDP. A residual arrives in later steps, and is saved."""
-    report = document(launch(2, ["-W", "ignore", str(PROGRAMS / "own_summing.py")], "torchrun"))
+    """Exact sums equal PyTorch's, whatever the script does with DDP. A residual arrives in later steps and is saved."""
     for kind, distance in report["exact"].items():
         assert distance < 1e-6, kind
     assert report["reducers"]["bf16"][0] < 2**-8

@@ -113,8 +113,8 @@ def test_gradients_return_in_the_memory_order_of_the_parameters() -> None:
 
 
 def test_gradients_of_distributed_data_parallel_are_summed_by_a_strategy() -> None:
-    """Exact sums equal PyTorch's, whatever the script does with DDP. A residual arrives in later steps, and is saved."""
     """Exact sums equal PyTorch's, whatever the script does with DDP. A residual arrives in later steps and is saved."""
+    report = document(launch(2, ["-W", "ignore", str(PROGRAMS / "own_summing.py")], "torchrun"))
     for kind, distance in report["exact"].items():
         assert distance < 1e-6, kind
     assert report["reducers"]["bf16"][0] < 2**-8

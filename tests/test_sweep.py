@@ -1,4 +1,4 @@
-"""Planning of sweeps: errors in files, the runs of a file, their order and their expected durations."""
+"""Planning of sweeps: errors in files, the runs of a file and their order."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import os
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,7 +18,7 @@ from conftest import ROOT, finished, installed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.sweep import command, dry_run, estimate, execute, file, folder, grid, missing, network, show
+from hvdtrain.sweep import command, dry_run, execute, file, folder, grid, missing, network, show
 from hvdtrain.sweep.__main__ import main
 from hvdtrain.sweep.dry_run import DryRun, command_flags
 from hvdtrain.sweep.process import Children
@@ -256,37 +257,11 @@ def test_flags_are_switches_or_take_a_value_as_in_the_workload() -> None:
         command_flags({"timeline": "False"}, defaults)
 
 
-# --- durations -------------------------------------------------------------------------------------------------------
-
-
-def test_durations_come_from_runs_of_the_same_experiment_or_similar_ones() -> None:
-    slow, fast = (experiment(hosts=2, rate=rate, on="cluster", seed=1) for rate in ("10mbit", "1gbit"))
-    other_seed, other_model = experiment(hosts=2, rate="10mbit", on="cluster", seed=2), experiment(seed=1, width=0.5)
-    estimator = estimate.Estimator()
-    assert estimator.of(run_of(slow)) == estimate.UNKNOWN
-    estimator.learn(run_of(slow), 150.0)
-    assert estimator.of(run_of(slow)) == estimator.of(run_of(other_seed)) == estimate.Estimate(150.0, "measured")
-    assert estimator.of(run_of(fast)) == estimate.Estimate(150.0, "similar")
-    assert estimator.of(run_of(other_model)) == estimate.UNKNOWN
-    estimator.learn(run_of(fast), 50.0)
-    assert estimator.of(run_of(fast)) == estimate.Estimate(50.0, "measured")
-    third = experiment(hosts=4, rate="1gbit", on="cluster", seed=1)
-    assert estimator.of(run_of(third)) == estimate.Estimate(100.0, "similar")
-
-
-def test_remaining_time_is_the_sum_of_runs_and_cooldown() -> None:
+def test_links_of_runs_with_equal_rates_are_measured_together() -> None:
     sizes = [(1, None), (2, "10mbit"), (1, None), (3, "10mbit"), (4, "1gbit"), (2, "unlimited")]
     runs = [run_of(experiment(hosts=hosts, rate=rate, on="cluster")) for hosts, rate in sizes]
-    estimator = estimate.Estimator()
-    for run in runs:
-        estimator.learn(run, 100.0)
-    sweep = file.Sweep(path=Path("s.toml"), name="s", cooldown_s=7.0, grids=[])
-    task = execute.Task(sweep=sweep, root=Path(), outcomes=[], dry_runs={}, estimator=estimator, flags={})
     outcomes = [show.Outcome(run=run, folder=Path()) for run in runs]
-    assert task.remaining_s(outcomes) == pytest.approx(6 * 107)
-    unknown = run_of(experiment(width=0.5))
-    assert task.remaining_s([*outcomes, show.Outcome(run=unknown, folder=Path())]) is None
-    assert execute.most_hosts(outcomes[1:]) == 3, "links of runs with equal rates are measured together"
+    assert execute.most_hosts(outcomes[1:]) == 3
 
 
 # --- links -----------------------------------------------------------------------------------------------------------
@@ -333,10 +308,13 @@ def test_an_experiment_is_judged_by_the_links_of_its_own_hosts(tmp_path: Path, m
 # --- dry runs --------------------------------------------------------------------------------------------------------
 
 
-def test_answers_are_in_the_order_of_the_questions() -> None:
-    """Several processes share the questions."""
-    answers = dry_run.ask([(f"nowhere{number}", (), 1, 1) for number in range(5)])
-    assert [f"'nowhere{number}'" in str(answer) for number, answer in enumerate(answers)] == [True] * 5
+def test_a_dry_run_sees_the_ranks_and_changes_nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVDTRAIN_EPOCHS", "7")
+    before, argv, handler = dict(os.environ), sys.argv, signal.getsignal(signal.SIGTERM)
+    answer = dry_run.ask(("resnet", ["--batch-size", "8"], 4, 2))
+    assert isinstance(answer, dict) and answer["plan"]["global_batch"] == 32 and answer["config"]["epochs"] != 7
+    assert "'nowhere'" in str(dry_run.ask(("nowhere", (), 1, 1)))
+    assert (dict(os.environ), sys.argv, signal.getsignal(signal.SIGTERM)) == (before, argv, handler)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -373,11 +351,10 @@ def test_a_command_with_an_unknown_number_of_ranks_passes_the_dry_run(
         ("raise SystemExit('usage')", "broken: SystemExit: usage"),
         ("raise KeyError('x')", "broken: KeyError: 'x'"),
         ("print('no JSON')", "broken: JSONDecodeError"),
-        ("os._exit(3)", "a dry run of broken ended its process: exit code 3"),
     ],
 )
 def test_a_broken_dry_run_is_a_one_line_error(body: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text(f"import os\n\n\ndef main(stop):\n    {body}\n")
+    (tmp_path / "broken.py").write_text(f"def main(stop):\n    {body}\n")
     path = tmp_path / "sweep.toml"
     path.write_text('[[grid]]\nworkload = "broken"\nseed = [1, 2]\n')
     command = [sys.executable, "-m", "hvdtrain.sweep", str(path), "--dry-run"]

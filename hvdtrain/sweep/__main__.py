@@ -12,10 +12,8 @@ from collections import Counter
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from hvdtrain.observe.progress import duration
 from hvdtrain.sweep import command, execute, file, grid, missing, network, show
 from hvdtrain.sweep.dry_run import DryRun, dry_runs, known_flags, run_flags
-from hvdtrain.sweep.estimate import Estimator
 from hvdtrain.sweep.execute import Task
 from hvdtrain.sweep.process import Children
 from hvdtrain.sweep.show import Outcome
@@ -65,7 +63,7 @@ def parser() -> Parser:
         help="the sweep: a file, or the name of one of hvdtrain's own, such as quick",
     )
     add("--root", type=Path, default=Path("results"), metavar="DIR", help="parent of the sweep's folder (results)")
-    add("--dry-run", action="store_true", help="list runs, commands and expected durations; run nothing")
+    add("--dry-run", action="store_true", help="list runs and commands; run nothing")
     add("--only", action="append", default=[], metavar="GLOB", help="only runs with matching names (repeatable)")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the file (repeatable)")
     add("--json", action="store_true", help="print one JSON document on stdout")
@@ -95,14 +93,11 @@ def prepare(options: argparse.Namespace) -> tuple[Task, int]:
         raise Failure(f"{experiment.where}: experiment {experiment.name}: {failure}{more}", exits.BAD_CONFIG)
     root, names = options.root / sweep.name, {one.name for one in launchable}
     known = {name: answer for name, answer in answers.items() if isinstance(answer, DryRun)}
-    estimator = Estimator()
-    estimator.read(options.root)
     task = Task(
         sweep=sweep,
         root=root,
         outcomes=[Outcome(run=run, folder=root / run.name) for run in runs],
         dry_runs=known,
-        estimator=estimator,
         flags={run.name: run_flags(run) for run in runs if run.experiment.name in names},
     )
     execute.classify(task, skipped)
@@ -122,13 +117,12 @@ def _launchable(experiment: grid.Experiment) -> bool:
 
 
 def dry_run(task: Task, duplicates: int, as_json: bool) -> int:
-    """Prints the runs with their commands and expected durations. Returns the exit code."""
+    """Prints the runs with their commands. Returns the exit code."""
     name, waiting = network.cluster_name(task.sweep, task.root), task.waiting()
-    remaining_s = task.remaining_s(waiting)
     words = {o.run.name: execute.command_of(task, o, name) if o.run.name in task.flags else [] for o in task.outcomes}
     if as_json:
-        rows = [(o, words[o.run.name], task.estimator.of(o.run)) for o in task.outcomes]
-        print(json.dumps(show.dry_run_document(task.sweep.name, task.root, rows, remaining_s), indent=2))
+        rows = [(o, words[o.run.name]) for o in task.outcomes]
+        print(json.dumps(show.dry_run_document(task.sweep.name, task.root, rows), indent=2))
         return exits.OK
     rate = None
     for outcome in task.outcomes:
@@ -140,11 +134,7 @@ def dry_run(task: Task, duplicates: int, as_json: bool) -> int:
         for line in _network_commands(task, waiting[waiting.index(outcome) :], name, rate):
             print(f"      {shlex.join(line)}")
         rate = outcome.run.experiment.rate or rate
-        estimate = task.estimator.of(outcome.run)
-        time_text = (
-            "duration unknown" if estimate.seconds is None else f"{duration(estimate.seconds)}, {estimate.basis}"
-        )
-        print(f"{number}  {outcome.run.name}: {time_text}{reason}")
+        print(f"{number}  {outcome.run.name}{reason}")
         print(f"      {shlex.join(without_secrets(words[outcome.run.name]))}")
     spec = task.sweep.cluster
     if spec and spec.virtual and any(outcome.run.experiment.on_cluster for outcome in waiting):
@@ -154,8 +144,7 @@ def dry_run(task: Task, duplicates: int, as_json: bool) -> int:
         print(f"{duplicates} duplicate combinations left out (the rate has no effect on a single host; {hint})")
     counts = Counter(outcome.state for outcome in task.outcomes)
     totals = "".join(f", {counts[state]} {show.STATES[state]}" for state in ("kept", "skipped") if counts[state])
-    time_text = "duration unknown" if remaining_s is None else f"about {duration(remaining_s)}"
-    print(f"{len(task.outcomes)} runs: {len(waiting)} to run{totals}; {time_text}; results in {task.root}")
+    print(f"{len(task.outcomes)} runs: {len(waiting)} to run{totals}; results in {task.root}")
     return exits.OK
 
 
@@ -186,9 +175,7 @@ def run(task: Task, as_json: bool) -> int:
     with execute.exclusive(task.root) as handles, children.handle_signals():
         children.lock_handles = handles
         execute.classify(task, {o.run.experiment.name: o.reason or "" for o in task.outcomes if o.state == "skipped"})
-        with show.Display(len(task.waiting())) as display:
-            children.tick = display.tick
-            failure = execute.Executor(task, children, display).run()
+        failure = execute.Executor(task, children).run()
     seconds = time.monotonic() - began_s
     if as_json:
         print(json.dumps(show.end_document(task.sweep.name, task.root, task.outcomes, seconds), indent=2))

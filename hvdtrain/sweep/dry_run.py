@@ -9,19 +9,16 @@ import contextlib
 import dataclasses
 import functools
 import io
-import itertools
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hvdtrain.config import workloads
 from hvdtrain.config.parser import flag
 from hvdtrain.sweep.grid import Experiment, Run
-from hvdtrain.system import cgroup, exits, proc
+from hvdtrain.system import exits
 from hvdtrain.system.commands import Command
 from hvdtrain.system.exits import Failure
 
@@ -59,66 +56,34 @@ def command_flags(flags: Mapping[str, Any], defaults: Mapping[str, Any]) -> Comm
     return words
 
 
-def ask(questions: Sequence[Question]) -> list[dict[str, Any] | Failure]:
-    """For each question, the JSON document of rank 0's dry run or the Failure that ended it.
-
-    One process per core answers a share of the questions, so each imports the workloads only once. Raises Failure (1)
-    if such a process dies.
-    """
-    cores = max(1, int(cgroup.process_cores()))
-    shares = [questions[core::cores] for core in range(min(cores, len(questions)))]
-    with ThreadPoolExecutor(len(shares)) as pool:
-        answers = list(pool.map(_ask_process, shares))
-    in_order = itertools.chain.from_iterable(itertools.zip_longest(*answers))
-    return [Failure(*answer) if isinstance(answer, list) else answer for answer in in_order if answer is not None]
-
-
-def _ask_process(questions: Sequence[Question]) -> list[Any]:
-    """Starts a process that answers the questions in order."""
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(("HVDTRAIN_", "OMPI_COMM_"))}
-    variables["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the same modules as here, hence also -P
-    command = [sys.executable, "-P", "-c", "from hvdtrain.sweep import dry_run; dry_run.serve()"]
-    done = subprocess.run(command, env=variables, input=json.dumps(questions), capture_output=True, text=True)
-    try:
-        answers: list[Any] = json.loads(done.stdout)
-    except ValueError as error:
-        last_line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        names = ", ".join(sorted({workload for workload, *_ in questions}))
-        raise Failure(f"a dry run of {names} ended its process: {last_line}", exits.FAILED) from error
-    return answers
-
-
-def serve() -> None:
-    """Reads questions from stdin and prints the answers, both as JSON. Other output of a workload goes to stderr."""
-    proc.end_with_parent()
-    output = os.dup(1)
-    os.dup2(2, 1)
-    answers = [_answer(question) for question in json.load(sys.stdin)]
-    with os.fdopen(output, "w") as stream:
-        json.dump(answers, stream)
-
-
-def _answer(question: Question) -> dict[str, Any] | tuple[str, int]:
-    """The dry run's JSON document, or the message and exit code of its failure."""
+def ask(question: Question) -> dict[str, Any] | Failure:
+    """Return the JSON document of rank 0's dry run, or the Failure that ended it."""
     from hvdtrain.comm.lifecycle import StopSignal  # slow import, not needed by the sweep itself
 
     workload, flags, ranks, ranks_per_host = question
-    for name, value in {"RANK": 0, "SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_SIZE": ranks_per_host}.items():
-        os.environ.pop(f"OMPI_COMM_WORLD_{name}", None)
-        if ranks > 1:
-            os.environ[f"OMPI_COMM_WORLD_{name}"] = str(value)
-    output = io.StringIO()
+    places = {"RANK": 0, "SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_SIZE": ranks_per_host}
+    argv, variables, output = sys.argv, dict(os.environ), io.StringIO()
+    for name in [name for name in variables if name.startswith(("HVDTRAIN_", "OMPI_COMM_"))]:
+        del os.environ[name]
+    if ranks > 1:
+        os.environ.update({f"OMPI_COMM_WORLD_{name}": str(value) for name, value in places.items()})
+    stop = StopSignal()
     try:
         module = workloads.module(workload)
-        sys.argv = [module.__file__, "--dry-run", "--json", *flags]
+        sys.argv = [str(module.__file__), "--dry-run", "--json", *flags]
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
-            module.main(StopSignal())
+            module.main(stop)
         document: dict[str, Any] = json.loads(output.getvalue())
     except Failure as failure:
-        return str(failure), failure.code
+        return failure
     except (Exception, SystemExit) as error:
         known = exits.of_system(error) if isinstance(error, OSError) else None
-        return str(known or f"{workload}: {type(error).__name__}: {error}"), known.code if known else exits.FAILED
+        return known or Failure(f"{workload}: {type(error).__name__}: {error}", exits.FAILED)
+    finally:
+        stop.restore()
+        sys.argv = argv
+        os.environ.clear()
+        os.environ.update(variables)
     return document
 
 
@@ -129,7 +94,7 @@ def known_flags(workload: str) -> set[str]:
 
 @functools.cache
 def _defaults(workload: str) -> dict[str, Any]:
-    (answer,) = ask([(workload, (), 1, 1)])
+    answer = ask((workload, (), 1, 1))
     if isinstance(answer, Failure):
         raise answer
     return answer["config"]
@@ -163,7 +128,7 @@ def dry_runs(experiments: Sequence[Experiment]) -> dict[str, DryRun | Failure]:
         flags = run_flags(Run(experiment=experiment, kind=kind, repeat=1))
         ranks_per_host = int(experiment.settings["ranks_per_host"])
         questions.append((experiment.settings["workload"], flags, experiment.ranks, ranks_per_host))
-    answers = dict(zip(distinct, ask(questions) if questions else [], strict=True))
+    answers = dict(zip(distinct, map(ask, questions), strict=True))
     results: dict[str, DryRun | Failure] = {}
     for experiment in experiments:
         answer = answers[_key(experiment)]

@@ -15,12 +15,11 @@ from hvdtrain import records
 from hvdtrain.observe.progress import duration
 from hvdtrain.sweep import command, folder
 from hvdtrain.sweep.dry_run import DryRun
-from hvdtrain.sweep.estimate import Estimator
 from hvdtrain.sweep.file import Sweep
 from hvdtrain.sweep.grid import Run
 from hvdtrain.sweep.network import LinkCheck, Network, cluster_name
 from hvdtrain.sweep.process import Children, Stopped, Timeout
-from hvdtrain.sweep.show import STATES, Display, Outcome
+from hvdtrain.sweep.show import STATES, Outcome, say
 from hvdtrain.system import exits, files
 from hvdtrain.system.commands import Command
 from hvdtrain.system.exits import Failure
@@ -40,22 +39,11 @@ class Task:
     """The state of each run, in order"""
     dry_runs: dict[str, DryRun]
     """By name of the experiment"""
-    estimator: Estimator
     flags: dict[str, Command]
     """Flags of the workload, by name of the run"""
 
     def waiting(self) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if outcome.state == "waiting"]
-
-    def remaining_s(self, outcomes: Sequence[Outcome]) -> float | None:
-        """Expected seconds of these runs with cool-down; None if the duration of some run is unknown."""
-        total = 0.0
-        for outcome in outcomes:
-            seconds = self.estimator.of(outcome.run).seconds
-            if seconds is None:
-                return None
-            total += seconds + self.sweep.cooldown_s
-        return total
 
 
 def classify(task: Task, skipped: dict[str, str]) -> None:
@@ -123,8 +111,8 @@ def most_hosts(outcomes: Sequence[Outcome]) -> int:
 class Executor:
     """Executes the waiting runs of a sweep in order."""
 
-    def __init__(self, task: Task, children: Children, display: Display) -> None:
-        self._task, self._children, self._display = task, children, display
+    def __init__(self, task: Task, children: Children) -> None:
+        self._task, self._children = task, children
         self._name = cluster_name(task.sweep, task.root)
         self._network = Network(task.sweep, self._name, children) if task.sweep.cluster else None
         self._launched = False
@@ -136,9 +124,9 @@ class Executor:
             waiting = self._task.waiting()
             for index, outcome in enumerate(waiting):
                 self._children.check()
-                self._display.begin(outcome.run.name, self._task.remaining_s(waiting[index:]))
+                say(f"{index + 1}/{len(waiting)} {outcome.run.name}")
                 self._execute(outcome, most_hosts(waiting[index:]))
-                self._display.end(self._describe(outcome))
+                say(self._describe(outcome))
         except Stopped:
             failure = Failure("stopped; hint: run the same command again to continue", exits.RESUMABLE)
         except Failure as error:
@@ -179,7 +167,6 @@ class Executor:
             outcome.seconds = round(time.monotonic() - began_s, 2)
             if problem is None:
                 outcome.state = "marked" if outcome.marked else "done"
-                self._task.estimator.learn(outcome.run, outcome.seconds)
                 return
             renamed = folder.set_aside(outcome.folder, "failed")
             outcome.log, outcome.reason = renamed / folder.LOG, problem
@@ -189,7 +176,7 @@ class Executor:
                 hint = "hint: make room, then run the same command again to continue"
                 raise Failure(f"{renamed}: {problem}: {' '.join(outcome.lines[-1:])}; {hint}", code)
             if attempt < ATTEMPTS:
-                self._display.end(f"{problem}: {outcome.run.name}, trying once more (log: {outcome.log})", 0)
+                say(f"{problem}: {outcome.run.name}, trying once more (log: {outcome.log})")
         outcome.state, outcome.marked = "failed", None
 
     def _launch(self, outcome: Outcome, check: LinkCheck, attempt: int) -> tuple[int, str | None]:

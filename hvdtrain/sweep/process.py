@@ -13,7 +13,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO, Any
 
@@ -43,8 +43,6 @@ class Children:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = environment
-        self.tick: Callable[[], None] = lambda: None
-        """Called repeatedly while a command runs"""
         self.signal: signal.Signals | None = None
         """The signal that stopped the sweep"""
         self.lock_handles: tuple[int, ...] = ()
@@ -69,7 +67,6 @@ class Children:
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             self.check()
-            self.tick()
             time.sleep(min(POLL_S, left))
 
     def check(self) -> None:
@@ -85,7 +82,6 @@ class Children:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return child.wait(POLL_S)
-            self.tick()
             late = until is not None and time.monotonic() > until
             if self.signal is not None or late:
                 end(child)
@@ -112,7 +108,6 @@ class Children:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 out, err = child.communicate(timeout=POLL_S)
                 return child.returncode, out, err
-            self.tick()
             if self.signal is not None:
                 end(child)
                 raise Stopped

@@ -1,23 +1,18 @@
-"""Prints the planned runs of a sweep, its progress and its results."""
+"""Prints the planned runs of a sweep and its results."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
-from hvdtrain.observe.progress import duration, on_terminal, started_bar, wrapped
-from hvdtrain.sweep.estimate import Estimate
+from hvdtrain.observe.progress import duration
 from hvdtrain.sweep.grid import Run
 from hvdtrain.system.redaction import without_secret_values, without_secrets
-
-if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
 
 SCHEMA = "hvdtrain/sweep/1"
 STATES = {
@@ -28,7 +23,6 @@ STATES = {
     "skipped": "skipped",
     "waiting": "not run",
 }
-BAR_INTERVAL_S, LINE_INTERVAL_S = 0.5, 60.0
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -54,76 +48,10 @@ def say(text: str) -> None:
         print(f"sweep: {text}", file=sys.stderr, flush=True)
 
 
-class Display:
-    """Progress on stderr: a bar on a terminal, otherwise a line per minute and at the start and end of each run."""
-
-    def __init__(self, total: int) -> None:
-        self._total, self._done = total, 0
-        self._name, self._began_s, self._next_s = "", time.monotonic(), 0.0
-        self._remaining_s: float | None = None
-        self._bar: Bar | None = None
-
-    def __enter__(self) -> Self:
-        if self._total and on_terminal():
-            self._bar, self._task = started_bar("", self._total)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-    def begin(self, name: str, remaining_s: float | None) -> None:
-        """A run starts. `remaining_s`: expected seconds of this run and all later ones."""
-        self._name, self._began_s, self._remaining_s = name, time.monotonic(), remaining_s
-        self._schedule(self._began_s)
-        self._draw(0)
-
-    def tick(self) -> None:
-        now_s = time.monotonic()
-        if self._name and now_s >= self._next_s:
-            self._schedule(now_s)
-            self._draw(now_s - self._began_s)
-
-    def _schedule(self, now_s: float) -> None:
-        self._next_s = now_s + (BAR_INTERVAL_S if self._bar else LINE_INTERVAL_S)
-
-    def end(self, text: str, count: int = 1) -> None:
-        """Prints a permanent line. `count` runs have ended."""
-        self._done += count
-        if self._bar is None:
-            say(text)
-        else:
-            self._bar.console.print(f"sweep: {text}", markup=False, highlight=False, soft_wrap=True)
-            self._draw(time.monotonic() - self._began_s)
-
-    def _draw(self, elapsed_s: float) -> None:
-        elapsed = f", {duration(elapsed_s)}" if elapsed_s else ""
-        eta = "" if self._remaining_s is None else f", ETA {duration(max(0.0, self._remaining_s - elapsed_s))}"
-        text = f"{min(self._done + 1, self._total)}/{self._total} {self._name}{elapsed}{eta}"
-        if self._bar is None:
-            say(text)
-            return
-        with contextlib.suppress(OSError):
-            text = wrapped(text, self._bar.console.width)
-            self._bar.update(self._task, completed=self._done, text=text, refresh=True)
-
-
-def dry_run_document(
-    name: str, root: Path, rows: Iterable[tuple[Outcome, Sequence[str], Estimate]], seconds: float | None
-) -> dict[str, Any]:
+def dry_run_document(name: str, root: Path, rows: Iterable[tuple[Outcome, Sequence[str]]]) -> dict[str, Any]:
     """The dry run as one JSON document."""
-    runs = [
-        {
-            **_run_document(outcome),
-            "command": without_secrets(words),
-            "estimate_s": estimate.seconds,
-            "estimate_basis": estimate.basis,
-        }
-        for outcome, words, estimate in rows
-    ]
-    estimate_s = None if seconds is None else round(seconds, 1)
-    return {"schema": SCHEMA, "sweep": name, "root": str(root), "estimate_s": estimate_s, "runs": runs}
+    runs = [{**_run_document(outcome), "command": without_secrets(words)} for outcome, words in rows]
+    return {"schema": SCHEMA, "sweep": name, "root": str(root), "runs": runs}
 
 
 def end_document(name: str, root: Path, outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:

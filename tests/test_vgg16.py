@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from hvdtrain.models.layers import Arrays
-from hvdtrain.models.vgg16 import PREPROCESSING, STAGES, parameters
+from hvdtrain.models.vgg16 import STAGES, parameters
 from hvdtrain.models.vgg16_tf import Vgg16TF
 from hvdtrain.models.vgg16_torch import Vgg16Torch
 
@@ -81,13 +80,11 @@ def test_published_numbers() -> None:
     assert parameters()["classifier.0.weight"] == (4096, 512 * 7 * 7)
 
 
-@pytest.mark.parametrize("preprocessing", PREPROCESSING)
-def test_the_twins_are_one_network(preprocessing: str) -> None:
+def test_the_twins_are_one_network() -> None:
     arrays, images = narrow(), smooth_images(5)
-    one, other = Vgg16Torch(arrays, preprocessing), Vgg16TF(arrays, preprocessing)
+    one, other = Vgg16Torch(arrays), Vgg16TF(arrays)
     assert distance(one(images), other(images)) < 1e-3
-    if preprocessing == "torchvision":
-        assert distance(one(images), features_by_hand(arrays, images)) < 1e-4
+    assert distance(one(images), features_by_hand(arrays, images)) < 1e-4
     for array in (*arrays.values(), images):  # as memory maps are
         array.flags.writeable = False
     for twin in (one, other):

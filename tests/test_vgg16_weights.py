@@ -1,71 +1,54 @@
-"""Import of VGG16's weights from all formats in which they are published; other files are errors."""
+"""Import of VGG16's weights as torchvision publishes them; other files are errors."""
 
 from __future__ import annotations
 
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
 from conftest import failing
-from test_vgg16 import distance, smooth_images
 
-from hvdtrain.models.vgg16 import parameters
-from hvdtrain.models.vgg16_torch import Vgg16Torch
+from hvdtrain.models.vgg16 import parameters, random_weights
 from hvdtrain.models.vgg16_weights import Vgg16Config, convert, import_weights, open_weights, read_head
 from hvdtrain.system.exits import BAD_DATA, CANNOT_WRITE, Failure
 
 HERE = Path("weights")
 
 
-def constants(rename: Callable[[str], str] = str, turn: Callable[[Any], Any] = np.asarray) -> dict[str, np.ndarray]:
+def constants() -> dict[str, np.ndarray]:
     """Arrays of the right shapes that take no room; the n-th holds n."""
-    return {
-        rename(name): turn(np.broadcast_to(np.float32(n), shape))
-        for n, (name, shape) in enumerate(parameters().items())
-    }
+    return {name: np.broadcast_to(np.float32(n), shape) for n, (name, shape) in enumerate(parameters().items())}
 
 
 @pytest.fixture(scope="module")
-def from_keras(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, np.ndarray]]:
-    """Our file, imported from the arrays of a model of Keras' own; and the features that Keras computes with it."""
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Our file, imported from one of random weights."""
     folder = tmp_path_factory.mktemp("vgg16")
-    keras.utils.set_random_seed(5)
-    model = keras.applications.VGG16(weights=None)
-    safetensors.numpy.save_file({weight.path: weight.numpy() for weight in model.weights}, folder / "keras")
-    images = keras.applications.vgg16.preprocess_input(smooth_images(2).astype(np.float32))
-    fc2 = keras.Model(model.input, model.get_layer("fc2").output)
-    theirs = np.asarray(fc2(images))
-    made = import_weights(Vgg16Config(source=str(folder / "keras"), destination=str(folder / "vgg16.safetensors")))
-    (folder / "keras").unlink()
+    torch.save({name: torch.from_numpy(array) for name, array in random_weights(5).items()}, folder / "vgg16.pth")
+    made = import_weights(Vgg16Config(source=str(folder / "vgg16.pth"), destination=str(folder / "vgg16.safetensors")))
+    (folder / "vgg16.pth").unlink()
     assert made["values"] == 134_260_544
-    yield folder / "vgg16.safetensors", theirs
+    yield folder / "vgg16.safetensors"
     (folder / "vgg16.safetensors").unlink()
 
 
-@pytest.mark.slow
-def test_keras_arrays_give_keras_features(from_keras: tuple[Path, np.ndarray]) -> None:
-    path, theirs = from_keras
-    arrays, preprocessing, digest = open_weights(path)
-    assert preprocessing == "caffe"
-    assert {name: array.shape for name, array in arrays.items()} == parameters()
-    assert distance(Vgg16Torch(arrays, preprocessing)(smooth_images(2)), theirs) < 1e-3
-    head = read_head(path)
-    assert (head["digest"], head["preprocessing"], head["source"]) == (digest, "caffe", "keras")
-    assert len(head["source_sha256"]) == 64
-    assert [entry.name for entry in path.parent.iterdir()] == [path.name], "nothing unfinished is left"
+def test_the_file_holds_the_published_arrays(imported: Path) -> None:
+    arrays, head = open_weights(imported), read_head(imported)
+    assert all(np.array_equal(arrays[name], array) for name, array in random_weights(5).items())
+    assert (len(arrays), head["source"], len(head["source_sha256"])) == (30, "vgg16.pth", 64)
+    assert [entry.name for entry in imported.parent.iterdir()] == [imported.name], "nothing unfinished is left"
 
 
-def test_a_damaged_file_is_noticed(from_keras: tuple[Path, np.ndarray]) -> None:
-    path, _ = from_keras
+def test_a_damaged_file_is_noticed(imported: Path) -> None:
+    path = imported
     size = path.stat().st_size
     with path.open("rb+") as file:
         file.seek(size // 2)
@@ -82,15 +65,17 @@ def test_a_damaged_file_is_noticed(from_keras: tuple[Path, np.ndarray]) -> None:
 def test_a_file_that_is_cut_off_or_foreign_is_refused(tmp_path: Path) -> None:
     foreign, cut = tmp_path / "foreign.safetensors", tmp_path / "cut.safetensors"
     safetensors.numpy.save_file({"x": np.zeros(3, np.float32)}, foreign)
-    about = {"schema": "hvdtrain.vgg16/1", "preprocessing": "caffe", "digest": "0" * 64}
+    about = {"schema": "hvdtrain.vgg16/1", "preprocessing": "torchvision", "digest": "0" * 64}
     safetensors.numpy.save_file({"x": np.zeros(3, np.float32)}, cut, about)
     cut.write_bytes(cut.read_bytes()[:-4])
+    safetensors.numpy.save_file({"x": np.zeros(3, np.float32)}, tmp_path / "keras", about | {"preprocessing": "caffe"})
     safetensors.torch.save_file({"x": torch.zeros(3, dtype=torch.bfloat16)}, tmp_path / "bf16", about)
-    listed = json.dumps({"__metadata__": about | {"preprocessing": ["caffe"]}}).encode()
+    listed = json.dumps({"__metadata__": about | {"preprocessing": ["torchvision"]}}).encode()
     (tmp_path / "listed").write_bytes(len(listed).to_bytes(8, "little") + listed)
     for path, words in [
         (foreign, "was not made by this version"),
         (tmp_path / "listed", "was not made by this version"),
+        (tmp_path / "keras", "was not made by this version"),
         (tmp_path / "bf16", "is damaged"),
         (tmp_path / "absent", "No such file"),
         (cut, "is damaged"),

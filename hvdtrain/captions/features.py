@@ -30,7 +30,6 @@ from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.data.pixels import npy_header
 from hvdtrain.data.prepared import cache_folder, caching
 from hvdtrain.models import network, vgg16, vgg16_weights
-from hvdtrain.models.layers import Arrays
 from hvdtrain.models.vgg16 import FEATURES
 from hvdtrain.observe.progress import Progress
 from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, IO_ERROR, Failure
@@ -51,7 +50,7 @@ Encoder = Callable[[NDArray[np.uint8]], NDArray[np.float32]]  # images (n, heigh
 
 
 def digest(weights: str, image_size: tuple[int, int]) -> str:
-    """A digest of the weights and their preprocessing. Raises Failure: 65 for a missing or foreign file, 78 for an
+    """A digest of the weights. Raises Failure: 65 for a missing or foreign file, 78 for an
     image size (width, height) that VGG16 does not support."""
     if image_size != vgg16.IMAGE_SIZE:
         wanted, size = ("{}x{}".format(*pair) for pair in (vgg16.IMAGE_SIZE, image_size))
@@ -65,16 +64,8 @@ def digest(weights: str, image_size: tuple[int, int]) -> str:
 
 def encoder(weights: str, framework: str, device: str = "cpu") -> Encoder:
     """Features (n, 4096) float32 of images (n, 224, 224, 3) uint8. Raises Failure (65) for a damaged file."""
-    arrays, preprocessing = encoder_arrays(weights)
-    return cast(Encoder, network("vgg16.Vgg16", framework, arrays, preprocessing, device))
-
-
-def encoder_arrays(weights: str) -> tuple[Arrays, str]:
-    """The network's arrays and the name of their preprocessing. Raises Failure (65) for a damaged file."""
-    if weights == RANDOM:
-        return vgg16.random_weights(0), "torchvision"
-    arrays, preprocessing, _ = vgg16_weights.open_weights(weights)
-    return arrays, preprocessing
+    arrays = vgg16.random_weights(0) if weights == RANDOM else vgg16_weights.open_weights(weights)
+    return cast(Encoder, network("vgg16.Vgg16", framework, arrays, device))
 
 
 # --- 2. all steps -----------------------------------------------------------------------------------------------------
@@ -91,7 +82,7 @@ def extract(
     """Features (N, 4096) of images (N, height, width, 3), a read-only memory map of the cache file. Collective.
 
     `make` makes the encoder; only ranks that compute something call it. `key` (JSON-serializable) identifies
-    everything besides the images that features depend on: the weights' digest, the preprocessing.
+    everything besides the images that features depend on: the weights' digest.
     Raises Failure: BAD_DATA if hosts have different images, CANNOT_WRITE or IO_ERROR if the cache cannot be written.
     """
     path = cache_folder("features") / f"{_name(images, key, world)}.npy"

@@ -15,7 +15,6 @@ convolutions (out, in, height, width), linear (out, in).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -53,28 +52,10 @@ LAYERS = _layers()
 """Operations before flattening, in order: names of convolutions, and `POOL`."""
 
 
-@dataclass(frozen=True)
-class Preprocessing:
-    """Conversion of values 0..255 to the first convolution's input: x * scale + shift, per channel."""
-
-    reverse: bool
-    """Whether the network expects blue, green, red. `scale` and `shift` are in the network's order."""
-    scale: tuple[float, ...]
-    shift: tuple[float, ...]
-
-
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet in 0..1, RGB
-PREPROCESSING = {
-    # (x / 255 - mean) / deviation
-    "torchvision": Preprocessing(
-        reverse=False,
-        scale=tuple(1 / (255 * deviation) for deviation in _DEVIATION),
-        shift=tuple(-mean / deviation for mean, deviation in zip(_MEAN, _DEVIATION, strict=True)),
-    ),
-    # x - mean, as the authors trained the network in Caffe; Keras distributes those weights
-    "caffe": Preprocessing(reverse=True, scale=(1.0, 1.0, 1.0), shift=(-103.939, -116.779, -123.68)),
-}
-"""Preprocessing by name. Weights need the one that they were trained with."""
+SCALE = tuple(1 / (255 * deviation) for deviation in _DEVIATION)
+SHIFT = tuple(-mean / deviation for mean, deviation in zip(_MEAN, _DEVIATION, strict=True))
+"""torchvision's preprocessing of values 0..255, per channel: x * SCALE + SHIFT"""
 
 
 def parameters() -> Shapes:

@@ -9,19 +9,18 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvdtrain.models.vgg16 import LAYERS, LINEAR, POOL, PREPROCESSING
+from hvdtrain.models.vgg16 import LAYERS, LINEAR, POOL, SCALE, SHIFT
 
 
 class Vgg16TF:
     """The frozen network with these `arrays` (PyTorch's names and shapes): tensors, not variables, so it cannot be
     trained.
 
-    `preprocessing` is a name in `vgg16.PREPROCESSING`; `device` is a result of `frameworks.tensorflow.prepare`.
+    `device` is a result of `frameworks.tensorflow.prepare`.
     """
 
-    def __init__(self, arrays: Mapping[str, NDArray[Any]], preprocessing: str, device: str = "cpu") -> None:
+    def __init__(self, arrays: Mapping[str, NDArray[Any]], device: str = "cpu") -> None:
         self.device = device
-        self._about = PREPROCESSING[preprocessing]
         # A rank sees only one GPU, which TensorFlow numbers 0 whatever its number in the machine.
         self._place = "/cpu:0" if device == "cpu" else "/gpu:0"
         channels = arrays[f"{[layer for layer in LAYERS if layer != POOL][-1]}.bias"].size
@@ -36,8 +35,7 @@ class Vgg16TF:
             return np.asarray(self._graph(tf.constant(images)).numpy())
 
     def _features(self, images: tf.Tensor) -> tf.Tensor:
-        x = images[..., ::-1] if self._about.reverse else images
-        x = tf.cast(x, tf.float32) * self._about.scale + self._about.shift
+        x = tf.cast(images, tf.float32) * SCALE + SHIFT
         for layer in LAYERS:
             if layer == POOL:
                 x = tf.nn.max_pool2d(x, 2, 2, "VALID")

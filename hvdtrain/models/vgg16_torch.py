@@ -13,21 +13,19 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hvdtrain.models.vgg16 import LAYERS, LINEAR, POOL, PREPROCESSING
+from hvdtrain.models.vgg16 import LAYERS, LINEAR, POOL, SCALE, SHIFT
 from hvdtrain.system.exits import BAD_DATA, Failure
 
 
 class Vgg16Torch:
     """The frozen network with these `arrays` (PyTorch's names and shapes): not a module, so it cannot be trained.
 
-    `preprocessing` is a name in `vgg16.PREPROCESSING`; `device` is a result of `frameworks.pytorch.prepare`.
+    `device` is a result of `frameworks.pytorch.prepare`.
     """
 
-    def __init__(self, arrays: Mapping[str, NDArray[Any]], preprocessing: str, device: str = "cpu") -> None:
+    def __init__(self, arrays: Mapping[str, NDArray[Any]], device: str = "cpu") -> None:
         self.device = device
-        about = PREPROCESSING[preprocessing]
-        self._reverse = about.reverse
-        self._scale, self._shift = (torch.tensor(row, device=device) for row in (about.scale, about.shift))
+        self._scale, self._shift = (torch.tensor(row, device=device) for row in (SCALE, SHIFT))
         self._arrays = {name: _tensor(array, device) for name, array in arrays.items()}
 
     def __call__(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -37,8 +35,7 @@ class Vgg16Torch:
 
     def features(self, images: Tensor) -> Tensor:
         """Features (n, 4096) float32 of images (n, 224, 224, 3) uint8, RGB, on the network's device."""
-        x = images.flip(3) if self._reverse else images
-        x = x.to(torch.float32).mul_(self._scale).add_(self._shift)
+        x = images.to(torch.float32).mul_(self._scale).add_(self._shift)
         x = x.permute(0, 3, 1, 2)  # a view in PyTorch's channels-last format
         for layer in LAYERS:
             if layer == POOL:

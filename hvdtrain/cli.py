@@ -38,8 +38,7 @@ examples:
 IMAGES = """Prepare a folder of images, one folder per class, for training.
 
 If the source contains the folders train, val and test (or names with such a word), with the classes in them, they are
-the parts. Images are decoded, turned upright and resized once, and stored in memory-mapped arrays. To resume an
-interrupted preparation, run the same command again.
+the parts. Images are decoded, turned upright and resized once, and stored in memory-mapped arrays.
 
 examples:
   hvdtrain data images Fish_Dataset fish --size 197x148 --gray --split 85/2/13
@@ -51,7 +50,7 @@ CAPTIONS = """Prepare images with captions, such as Flickr8k, for training a cap
 
 The source may contain Flickr8k.token.txt with its three lists, Flickr30k's results.csv, COCO's
 captions_*.json, or a captions.txt or captions.csv table, whose column `split` (train, val, test) is optional.
-Errors name the file and the line. To resume an interrupted preparation, run the same command again.
+Errors name the file and the line.
 
 examples:
   hvdtrain data captions Flickr8k prepared

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from conftest import LIMIT_S, fails, until
+from conftest import LIMIT_S, fails
 from PIL import Image
 
 from hvdtrain.data.images import ImagesConfig, prepare
@@ -31,18 +31,19 @@ RUN = """
 import json, signal, sys
 from hvdtrain.data import images
 
-images.COMMIT_S, images.CHUNK_BYTES = 0, 100_000
-commit, hold_at = images._commit, float(sys.argv[2])
+images.CHUNK_BYTES, done, hold_at = 100_000, 0, float(sys.argv[2])
 
-def held(array, state):
-    "After so many rows the work stands still, until a signal comes."
-    global hold_at
-    commit(array, state)
-    if state.rows >= hold_at:
-        hold_at = float("inf")
-        signal.pause()
+class Held(images.Progress):
+    "After so many images the work stands still, until a signal comes."
+    def advance(self, n, note):
+        global done
+        super().advance(n, note)
+        done += n
+        if done >= hold_at > done - n:
+            print("held", flush=True)
+            signal.pause()
 
-images._commit = held
+images.Progress = Held
 signal.signal(signal.SIGUSR1, lambda *_: None)
 try:
     print(json.dumps(images.prepare(images.ImagesConfig(**json.loads(sys.argv[1])))))
@@ -190,7 +191,7 @@ def test_a_bad_sample_is_named_or_skipped(tmp_path: Path, kind: str) -> None:
     make(tree(tmp_path / "in") / "class1" / "bad.img")
     fails(lambda: prepare(config(tmp_path)), BAD_DATA, "class1/bad.img", reason, "--on-bad-sample skip")
     assert not (tmp_path / "out").exists()
-    summary = prepare(config(tmp_path, on_bad_sample="skip"))  # continues the interrupted work
+    summary = prepare(config(tmp_path, on_bad_sample="skip"))
     ((bad,),) = [summary["bad_samples"]]
     assert bad["file"] == "class1/bad.img" and reason in bad["reason"]
     assert summary["samples"] == 15 and summary["source"]["files"] == 16
@@ -286,29 +287,20 @@ def start(settings: ImagesConfig, hold_at: float = np.inf, **more: Any) -> subpr
     words = [sys.executable, "-c", RUN, json.dumps(vars(settings)), str(hold_at)]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
     if hold_at < np.inf:
-        until(lambda: rows_done(Path(settings.destination)) >= hold_at or process.poll() is not None)
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
     return process
 
 
-def rows_done(result: Path) -> int:
-    state = result.parent / f".{result.name}.unfinished" / "state.json"
-    return int(json.loads(state.read_text())["rows"]) if state.exists() else 0
-
-
-def test_killed_half_way_continues_with_the_same_bytes(tmp_path: Path) -> None:
-    source = tree(tmp_path / "in", each=40)
-    for number in range(3):
-        (source / "class2" / f"bad{number}.png").touch()
-    changes = {"on_bad_sample": "skip", "workers": 2, "size": "64x64"}
-    for share in (0.2, 0.6):
-        process = start(config(tmp_path, **changes), share * 120)
-        workers = psutil.Process(process.pid).children(recursive=True)
-        process.kill()
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL and not (tmp_path / "out").exists()
-        assert not psutil.wait_procs(workers, timeout=LIMIT_S)[1], "workers end with their parent"
-    summary = prepare(config(tmp_path, **changes))
-    assert summary["resumed_rows"] >= 0.6 * 120
+def test_a_killed_process_leaves_nothing_that_matters(tmp_path: Path) -> None:
+    tree(tmp_path / "in", each=40)
+    changes = {"workers": 2, "size": "64x64"}
+    process = start(config(tmp_path, **changes), 60)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL and not (tmp_path / "out").exists()
+    assert not psutil.wait_procs(workers, timeout=LIMIT_S)[1], "workers end with their parent"
+    prepare(config(tmp_path, **changes))
     prepare(config(tmp_path, **changes, destination=str(tmp_path / "whole")))
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out", "whole"]
@@ -335,7 +327,7 @@ def test_existing_folders_are_never_overwritten(tmp_path: Path) -> None:
     bad = tree(tmp_path / "in") / "class1" / "bad.png"
     bad.touch()
     fails(lambda: prepare(config(tmp_path)), BAD_DATA, "bad.png")
-    fails(lambda: prepare(config(tmp_path, seed=2)), CANNOT_WRITE, ".out.unfinished", "seed 0, not 2", "remove")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
     prepare(config(tmp_path, on_bad_sample="skip"))
     before = contents(tmp_path / "out")
     fails(lambda: prepare(config(tmp_path)), CANNOT_WRITE, "out exists", "remove it")

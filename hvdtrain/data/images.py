@@ -17,9 +17,8 @@ name, so other files in the tree hardly move it.
 **Bad samples** are unusable files, and links that leave the tree. Hidden files and those of macOS and Windows
 (`__MACOSX`, `Thumbs.db`) are ignored and counted.
 
-**Interruptions** are safe at any time. The work is done in `.DST.unfinished`, which becomes DST when everything is on
-disk. After a kill, the same command continues and produces the same bytes as an uninterrupted run. Workers write rows
-to the file and not to a memory map, where a full disk would kill them with SIGBUS.
+**Interruptions** are safe at any time: DST appears when everything is on disk. Workers write rows to the file and not
+to a memory map, where a full disk would kill them with SIGBUS.
 """
 
 from __future__ import annotations
@@ -42,17 +41,16 @@ from hvdtrain import __version__
 from hvdtrain.config.constraints import bounded, counts, problem
 from hvdtrain.config.parser import flag
 from hvdtrain.data import MAX_PIXELS
-from hvdtrain.data.making import check_destination, making, seal, write_json
+from hvdtrain.data.making import check_destination, making, seal
 from hvdtrain.data.pixels import Bad, Chunk, convert, npy_header, workers
-from hvdtrain.data.prepared import FILES, INDEX_BYTES, PARTS, SCHEMA, whole_numbers
+from hvdtrain.data.prepared import FILES, PARTS, SCHEMA
 from hvdtrain.data.tree import Tree, find, report_ignored
 from hvdtrain.observe.progress import Progress
 from hvdtrain.system import files
-from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, Failure
+from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, Failure
 
 SUMMARY = "hvdtrain.data.images/1"
 CHUNK_BYTES = 4 * 2**20  # size of the rows in one worker task
-COMMIT_S = 1.0  # a kill loses at most this much work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,28 +123,14 @@ class ImagesConfig(ImageOptions):
     """How values are stored; uint8 takes half the space of float16 without losing information."""
 
 
-# --- 1. convert images to rows, and save the progress -----------------------------------------------------------------
-
-
-@dataclass(kw_only=True)
-class State:
-    """Progress of the work; saved as `state.json` in `.DST.unfinished`."""
-
-    settings: dict[str, Any]
-    """Options that influence the result's bytes."""
-    source: str
-    """Digest of the source tree."""
-    rows: int = 0
-    """Number of rows known to be on disk."""
-    bad: Bad
-    """Bad samples among these rows."""
+# --- 1. convert images to rows ----------------------------------------------------------------------------------------
 
 
 def prepare(config: ImagesConfig) -> dict[str, Any]:
     """Prepares the data and returns a summary fit for JSON.
 
     Raises Failure: BAD_DATA for an unusable source or image, NO_PERMISSION for an unreadable folder, CANNOT_WRITE if
-    the destination exists, IO_ERROR if the disk is full, RESUMABLE if interrupted.
+    the destination exists, IO_ERROR if the disk is full.
     """
     check_destination(config.source, config.destination)
     tree = find(Path(config.source), config.seed, config.shares)
@@ -175,15 +159,11 @@ def make(
     check_bad_samples(config, tree, {})
     if config.dry_run:
         return {**describe(), "destination": str(destination), "dry_run": True}
-    with making(destination) as unfinished:
-        result = unfinished / "result"
-        state = resume(config, tree, unfinished)
-        before = state.rows
-        convert_all(config, tree, result / "samples.npy", state)
-        index = finish(result, state.bad)
+    with making(destination) as result:
+        index = finish(result, convert_all(config, tree, result / "samples.npy"))
     took_s = time.monotonic() - began_s
-    speed = {"seconds": round(took_s, 3), "images_per_s": round((state.rows - before) / took_s, 1)}
-    return {**index, "destination": str(destination), **speed, "resumed_rows": before}
+    speed = {"seconds": round(took_s, 3), "images_per_s": round(len(tree.files) / took_s, 1)}
+    return {**index, "destination": str(destination), **speed}
 
 
 def check_bad_samples(config: ImageOptions, tree: Tree, bad: Bad) -> None:
@@ -203,41 +183,13 @@ def named(tree: Tree, bad: Bad) -> dict[str, str]:
     return tree.bad | {tree.files[row]: reason for row, reason in bad.items()}
 
 
-def resume(config: ImageOptions, tree: Tree, unfinished: Path) -> State:
-    """The saved state if it belongs to the same work, else a new one with disk space allocated."""
-    settings = {
-        **{name: getattr(config, name) for name in ("size", "gray", "dtype", "split", "seed")},
-        "pillow": PIL.__version__,
-        "schema": SCHEMA,
-    }
-    array = unfinished / "result" / "samples.npy"
-    saved = unfinished / "state.json"
-    if saved.exists() and array.exists():
-        hint = "remove that folder, or choose another destination"
-        try:
-            data = files.from_json(files.read(saved, INDEX_BYTES))
-            old, (rows,) = data["settings"], whole_numbers([data["rows"]])
-            bad = {int(row): str(why) for row, why in data["bad"].items()}
-            differs = [f"{name} {old.get(name)}, not {new}" for name, new in settings.items() if old.get(name) != new]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise Failure(f"{saved} is damaged ({error}); hint: {hint}", CANNOT_WRITE) from None
-        if differs:
-            raise Failure(f"{unfinished} contains work with {', '.join(differs)}; hint: {hint}", CANNOT_WRITE)
-        if data["source"] == tree.digest and max(rows, *bad, 0) <= len(tree.files):
-            return State(settings=settings, source=tree.digest, rows=rows, bad=bad)
-    saved.unlink(missing_ok=True)  # it belongs to other images, or its array is gone
-    array.parent.mkdir(exist_ok=True)
-    head = npy_header(len(tree.files), config.row_shape, config.dtype)
+def convert_all(config: ImageOptions, tree: Tree, array: Path) -> Bad:
+    """Writes all rows. Returns the bad samples among them."""
+    head, bad = npy_header(len(tree.files), config.row_shape, config.dtype), Bad()
     with array.open("wb") as file:
         file.write(head)
         file.flush()
         os.posix_fallocate(file.fileno(), 0, len(head) + len(tree.files) * config.row_bytes)
-    return State(settings=settings, source=tree.digest, bad={})
-
-
-def convert_all(config: ImageOptions, tree: Tree, array: Path, state: State) -> None:
-    """Fills the missing rows."""
-    check_bad_samples(config, tree, state.bad)
     step = max(1, min(64, CHUNK_BYTES // config.row_bytes))
     chunks = [
         Chunk(
@@ -247,35 +199,20 @@ def convert_all(config: ImageOptions, tree: Tree, array: Path, state: State) -> 
             shape=config.row_shape,
             dtype=config.dtype,
         )
-        for first in range(state.rows, len(tree.files), step)
+        for first in range(0, len(tree.files), step)
     ]
-    committed_s = time.monotonic()
-    progress = Progress("preparing", len(tree.files), "images", done=state.rows)
-    try:
-        with progress, workers(config.workers) as spread:
-            for chunk, bad in zip(chunks, spread(convert, chunks), strict=True):
-                state.rows += len(chunk.files)
-                state.bad |= bad
-                check_bad_samples(config, tree, state.bad)
-                progress.advance(len(chunk.files), f"{len(state.bad)} bad" if state.bad else "")
-                if time.monotonic() - committed_s >= COMMIT_S:
-                    _commit(array, state)
-                    committed_s = time.monotonic()
-    finally:
-        _commit(array, state)
-
-
-def _commit(array: Path, state: State) -> None:
-    """Syncs the rows to disk, then saves the state that counts them."""
-    files.sync(array)
-    write_json(array.parent.parent / "state.json", vars(state))
+    with Progress("preparing", len(tree.files), "images") as progress, workers(config.workers) as spread:
+        for chunk, wrong in zip(chunks, spread(convert, chunks), strict=True):
+            bad |= wrong
+            check_bad_samples(config, tree, bad)
+            progress.advance(len(chunk.files), f"{len(bad)} bad" if bad else "")
+    return bad
 
 
 # --- 2. remove bad rows, add labels and index -------------------------------------------------------------------------
 
 
 def _finish(config: ImagesConfig, tree: Tree, result: Path, bad: Bad) -> dict[str, Any]:
-    """Each step can be repeated, so a kill does no harm."""
     good = np.setdiff1d(np.arange(len(tree.files)), list(bad))
     empty = set(range(len(tree.classes))) - set(tree.labels[good].tolist())
     if empty:

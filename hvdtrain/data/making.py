@@ -1,6 +1,6 @@
 """Make a folder of prepared data, which appears when it is complete. A kill at any time does no harm.
 
-The work is done in `.NAME.unfinished`, locked by one process, so that the same command continues after a kill.
+The work is done in `.NAME.unfinished`, locked by one process. What a killed process has left there is removed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.system import files
-from hvdtrain.system.exits import BAD_CONFIG, CANNOT_WRITE, IO_ERROR, RESUMABLE, Failure
+from hvdtrain.system.exits import BAD_CONFIG, CANNOT_WRITE, FAILED, IO_ERROR, Failure
 
 
 def check_destination(source: str, folder: str) -> None:
@@ -32,29 +32,26 @@ def check_destination(source: str, folder: str) -> None:
 
 @contextmanager
 def explained(destination: Path) -> Iterator[None]:
-    """Turns an OSError or an interruption into a one-line error that says what to do."""
-    again = "run the same command again to continue"
+    """Turns an OSError or a lost worker into a one-line error that says what to do."""
     try:
         yield
-    except KeyboardInterrupt:
-        raise Failure(f"{destination}: interrupted; hint: {again}", RESUMABLE) from None
     except BrokenProcessPool:
         message = "a worker process was killed, perhaps for lack of memory"
-        raise Failure(f"{message}; hint: {again}, with fewer --workers", RESUMABLE) from None
+        raise Failure(f"{message}; hint: use fewer --workers", FAILED) from None
     except OSError as error:
         where = error.filename or destination
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise Failure(f"{where}: {error.strerror}; hint: choose another destination", CANNOT_WRITE) from None
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        hint = f"{'free some space and ' if full else ''}{again}"
+        hint = f"{'free some space and ' if full else ''}run the same command again"
         raise Failure(f"{where}: {error.strerror}; hint: {hint}", IO_ERROR) from None
 
 
 @contextmanager
 def making(destination: Path) -> Iterator[Path]:
-    """The working folder, locked by this process. Its `result` becomes the destination at the end of the block.
+    """A new folder, which becomes the destination at the end of the block. It is removed if an error occurs.
 
-    If an error occurs, the folder is kept if it contains work. The system releases the lock of a killed process.
+    The system releases the lock of a killed process.
     """
     unfinished = destination.with_name(f".{destination.name}.unfinished")
     with explained(destination), ExitStack() as stack:
@@ -71,14 +68,16 @@ def making(destination: Path) -> Iterator[Path]:
             if error.errno not in files.UNSUPPORTED:
                 raise
             print(f"hvdtrain: warning: {unfinished}: cannot lock ({error.strerror})", file=sys.stderr)
+        result = unfinished / "result"
         try:
-            yield unfinished
-            (unfinished / "result").rename(destination)
+            if result.exists():
+                shutil.rmtree(result)
+            result.mkdir()
+            yield result
+            result.rename(destination)
             files.sync(destination.parent)
-            (unfinished / "state.json").unlink(missing_ok=True)
         finally:
-            if not (unfinished / "state.json").exists():
-                shutil.rmtree(unfinished)
+            shutil.rmtree(unfinished)
 
 
 def seal(result: Path, about: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import csv
 import errno
 import gzip
 import itertools
-import shutil
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,10 +91,7 @@ def prepare(config: SolarConfig) -> dict[str, Any]:
     paths, destination = _listed(Path(config.source)), Path(config.destination).absolute()
     if config.dry_run:
         return {**_written(config, paths, None), "destination": str(destination), "dry_run": True, "schema": SUMMARY}
-    with making(destination) as unfinished:
-        result = unfinished / "result"
-        shutil.rmtree(result, ignore_errors=True)  # left behind by a killed process
-        result.mkdir()
+    with making(destination) as result:
         about = _written(config, paths, result)
         index = seal(result, {"schema": SCHEMA, **about}, {name: name for name in ("times.npy", "readings.npy")})
     return {**index, "destination": str(destination), "schema": SUMMARY}

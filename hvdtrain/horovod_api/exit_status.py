@@ -1,37 +1,26 @@
 """Finds out in an `atexit` function whether this script ends normally.
 
-The outermost frame shows whether its last instruction was a return. Python sets `sys.last_value` for an uncaught
-exception. `sys.exit`, `exit` and `quit` are wrapped, and note their status.
-
-The status of any other SystemExit is unknown, and it counts as a failure: one that the script raises itself, or one
-from a `sys.exit` that it imported by name before.
+Python sets `sys.last_value` for an uncaught exception. `sys.exit`, `exit` and `quit` are wrapped, and note their
+status. One that the script raises itself as a SystemExit, or gives to a `sys.exit` imported by name, is not seen.
 """
 
 from __future__ import annotations
 
 import builtins
-import dis
 import functools
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
-_UNKNOWN = object()
-_status: Any = _UNKNOWN
+_status: Any = None
 """The last status that the main thread gave to `sys.exit`, `exit` or `quit`"""
 _thread: str | None = None
 """Name of the first thread that ended with an exception"""
-_outermost: Any = None
-"""The main thread's outermost frame"""
 
 
 def watch() -> None:
     """Starts to observe the interpreter. Must be called once only."""
-    global _outermost
-    _outermost = sys._current_frames()[threading.main_thread().ident or 0]
-    while _outermost.f_back is not None:
-        _outermost = _outermost.f_back
     for owner, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
         if hasattr(owner, name):  # python -S has only sys.exit
             setattr(owner, name, _noting(getattr(owner, name)))
@@ -63,12 +52,8 @@ def failure() -> str | None:
     """The reason why the script did not end normally, or None. For use in an `atexit` function."""
     if _thread is not None:
         return f"an exception ended the thread {_thread}"
-    if dis.opname[_outermost.f_code.co_code[_outermost.f_lasti]].startswith("RETURN"):
-        return None
     if hasattr(sys, "last_value"):
         return "an exception ended the script"
-    if _status is _UNKNOWN:
-        return "a SystemExit whose status is unknown ended the script; hint: call sys.exit() instead of raising it"
     shown = f"status {_status}" if isinstance(_status, int) else "a message"
     return None if _normal(_status) else f"the script exited with {shown}"
 

@@ -69,12 +69,12 @@ class Recorder:
         self._spent, self._steps, self._sent_bytes = Spent(), 0, 0
         self._local_sent_bytes: int | None = 0
         """None if bytes are computed rather than counted"""
-        self._first: object = None
-        """The optimizer whose steps count"""
-        self._latest: object = None
-        self._known = set[object]()
-        self._unwritten: list[records.Step] = []
-        """The last step, whose values may still be logged, and steps of other optimizers that may become part of it"""
+        self._optimizer: object = None
+        """The first one that made a step. Its steps are recorded"""
+        self._others, self._others_s, self._others_bytes = 0, 0.0, 0
+        """Steps of other optimizers; seconds that they waited and bytes that they sent since the last recorded step"""
+        self._unwritten: records.Step | None = None
+        """The last step, whose values may still be logged"""
         self._epoch_losses = list[float]()
         self._batches = collections.Counter[int]()
         """Number of steps by their number of samples"""
@@ -92,7 +92,8 @@ class Recorder:
         if config.monitor != "none":
             self._monitors.enter_context(observers.monitoring(config, folder, world, device, self._print))
         self._began_unix_s, self._nic_began = time.time(), world.nic_counters()
-        self._epoch_began = self._stepped = time.perf_counter()
+        self._epoch_began = self._stepped = self._trained = time.perf_counter()
+        """When the epoch began, the last recorded step ended, and the last step of any optimizer did"""
         self.ended = self._failed = False
         self.choosing = False
         """Whether the strategy has yet to be chosen, so that steps are not representative"""
@@ -112,12 +113,17 @@ class Recorder:
     ) -> None:
         """Records a step of `optimizer`, see `record.Steps`; None for an exchange between two steps.
 
-        If optimizers take turns, as in a GAN, the steps of the first one count, and each includes the following steps
-        of the others. An optimizer that makes two steps in a row becomes the first.
+        Only the steps of the first optimizer are recorded. Each includes what others have done since the step before.
         """
+        if optimizer is not None and optimizer is not (self._optimizer or optimizer):
+            self._others, self._trained = self._others + 1, time.perf_counter()
+            self._others_s += exchange_s or 0.0
+            self._others_bytes += sent_bytes
+            self._local_sent_bytes = _sum(self._local_sent_bytes, local_sent_bytes)
+            return
         now = time.perf_counter() if optimizer else self._stepped + (exchange_s or 0.0)
-        whole_s, self._stepped = now - self._stepped, now
-        waited_s = min(exchange_s or 0.0, whole_s)
+        whole_s, self._stepped, self._trained = now - self._stepped, now, now
+        waited_s = min((exchange_s or 0.0) + self._others_s, whole_s)
         step = records.Step(
             step=0,  # until it is written
             epoch=len(self._epochs),
@@ -127,37 +133,29 @@ class Recorder:
             data_s=None,
             compute_s=whole_s - waited_s,
             communication_s=None if exchange_s is None else waited_s,
-            bytes_sent=sent_bytes,
+            bytes_sent=sent_bytes + self._others_bytes,
             local_bytes_sent=local_sent_bytes,
             warmup=self.choosing,
         )
-        if optimizer is not None and optimizer in (self._first or optimizer, self._latest):
-            if optimizer is not self._first and self._unwritten:  # it became the first with the step before
-                before = self._unwritten.pop()
-                self._flush()
-                self._unwritten.append(before)
-            self._first = optimizer
+        self._others_s, self._others_bytes = 0.0, 0
+        if optimizer is not None:
+            self._optimizer = optimizer
             self._flush()
             self._first_step_s = self._first_step_s or process_age_s()
-            self._unwritten.append(step)
-        elif optimizer is not None and (self._unwritten or optimizer not in self._known):
-            self._unwritten.append(step)
+            self._unwritten = step
         elif self._unwritten:
-            self._unwritten[-1] = _joined(self._unwritten[-1], step)
+            self._unwritten = _joined(self._unwritten, step)
         else:  # the step that it belongs to is written
-            self._sent_bytes += sent_bytes
+            self._sent_bytes += step.bytes_sent
             self._local_sent_bytes = _sum(self._local_sent_bytes, local_sent_bytes)
-        if optimizer is not None:
-            self._latest = optimizer
-            self._known.add(optimizer)
 
     @_harmless
     def log(self, numbers: dict[str, float]) -> None:
         """Records the numbers of `record.log`."""
         loss, epoch, samples = (numbers.pop(name, None) for name in ("loss", "epoch", "samples"))
         if epoch is None and self._unwritten:
-            step = self._unwritten[-1]
-            self._unwritten[-1] = msgspec.structs.replace(
+            step = self._unwritten
+            self._unwritten = msgspec.structs.replace(
                 step,
                 loss=step.loss if loss is None else script.finite(loss),
                 samples=step.samples if samples is None else int(samples),
@@ -185,7 +183,7 @@ class Recorder:
     ) -> None:
         self._flush()
         now = time.perf_counter()
-        train_s, validation_s = self._stepped - self._epoch_began, now - self._stepped
+        train_s, validation_s = self._trained - self._epoch_began, now - self._trained
         mean_loss = sum(self._epoch_losses) / len(self._epoch_losses) if self._epoch_losses else None
         record = records.Epoch(
             epoch=epoch,
@@ -206,18 +204,18 @@ class Recorder:
         self._train_s += train_s
         self._validation_s += validation_s
         self._epoch_losses.clear()
-        self._epoch_began = self._stepped = now
+        self._epoch_began = self._stepped = self._trained = now
+        self._others_s = 0.0
 
     @_harmless
     def _write_last_step(self) -> None:
         self._flush()
 
     def _flush(self) -> None:
-        """Writes the last step, with those of other optimizers that belong to it."""
-        if not self._unwritten:
+        """Writes the last step."""
+        if self._unwritten is None:
             return
-        step = functools.reduce(_joined, self._unwritten)
-        self._unwritten.clear()
+        step, self._unwritten = self._unwritten, None
         warmup = step.warmup or self._steps < WARMUP_STEPS
         step = msgspec.structs.replace(step, step=self._steps, warmup=warmup)
         self._steps += 1
@@ -269,6 +267,7 @@ class Recorder:
             return
         ended_unix_s = time.time()
         self._write_last_step()
+        self._sent_bytes += self._others_bytes
         self.ended = True
         try:
             self._end(failure or self.interruption, ended_unix_s)
@@ -286,7 +285,8 @@ class Recorder:
             self._writer.write(summary)
             exchange = summary.step_shares.get("exchange")
             waited = "" if exchange is None else f", {exchange:.0%} of a step waiting for the exchange"
-            self._print(f"run folder {summary.run_dir}: {summary.steps} steps{waited}")
+            others = f" of the first optimizer (others made {self._others})" if self._others else ""
+            self._print(f"run folder {summary.run_dir}: {summary.steps} steps{others}{waited}")
             if tip := advice.after_run(self._config, self._folder):
                 self._print(tip.replace("--strategy ", "HVDTRAIN_STRATEGY=", 1))
         self._writer.close()
@@ -323,7 +323,7 @@ class Recorder:
             test_loss=self._test_loss,
             test_scores=self._test or ({} if self._epochs else self._scores_without_epoch),
             validation_scores=self._epochs,
-            train_s=self._train_s + self._stepped - self._epoch_began,
+            train_s=self._train_s + self._trained - self._epoch_began,
             validation_s=self._validation_s,
             test_s=None,
             checkpoint_s=None,
@@ -366,11 +366,9 @@ class Recorder:
 
 
 def _joined(step: records.Step, other: records.Step) -> records.Step:
-    """A step with what another optimizer did after it."""
+    """A step with an exchange after it."""
     return msgspec.structs.replace(
         step,
-        loss=step.loss if other.loss is None else other.loss,
-        samples=step.samples if other.samples is None else other.samples,
         compute_s=step.compute_s + other.compute_s,
         communication_s=_sum(step.communication_s, other.communication_s),
         bytes_sent=step.bytes_sent + other.bytes_sent,

@@ -18,7 +18,6 @@ from conftest import failing
 from hvdtrain.results import figures
 from hvdtrain.results.figures import style
 from hvdtrain.results.read.frame import Loaded, load
-from hvdtrain.results.tables import strategies
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
@@ -101,15 +100,7 @@ def test_the_same_runs_give_the_same_bytes_whatever_the_users_settings(kind: str
 def test_a_single_run_is_drawn_or_the_error_names_the_missing_data(kind: str, one: Loaded, tmp_path: Path) -> None:
     with failing(exits.BAD_DATA):
         figures.draw(kind, load([runs.make(tmp_path / "unfinished", complete=False, hosts=2, rate_mbit=10.0)]))
-    missing = {
-        "speedup": "one host and on more",
-        "strategies": "no run reached 95 % validation accuracy; the best reached 90 %; hint: set --target",
-    }
-    if kind not in missing:
-        assert style.encode(figures.draw(kind, one), "svg")
-        return
-    with failing(exits.BAD_DATA, missing[kind]):
-        figures.draw(kind, one)
+    assert style.encode(figures.draw(kind, one), "svg")
 
 
 @pytest.mark.parametrize("kind", figures.KINDS)
@@ -152,27 +143,6 @@ def test_time_shows_mean_and_interval_of_each_group(loaded: Loaded) -> None:
                 assert (mean, *ends) == pytest.approx((center, center - half, center + half), rel=1e-9)
 
 
-def test_speedup_has_the_ideal_line_and_the_ratio_of_the_means(loaded: Loaded) -> None:
-    axis = figures.draw("speedup", loaded).axes[0]
-    base = statistics.fmean(train_s(1, None, seed) for seed in SEEDS)
-    for rate_mbit in (10.0, 1000.0):
-        _, y, _ = curves(axis)[f"{rate_mbit:g} Mbit/s"]
-        expected = [base / statistics.fmean(train_s(h, rate_mbit, s) for s in SEEDS) for h in (2, 4)]
-        assert y == pytest.approx([1, *expected], rel=1e-9)
-    ideal = next(line for line in axis.lines if line.get_label() == "ideal")
-    assert list(ideal.get_xdata()) == list(ideal.get_ydata()) == [1, 4]
-
-
-def test_phases_add_up_to_the_step(loaded: Loaded) -> None:
-    figure = figures.draw("phases", loaded)
-    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    place = labels.index("torch native, 4 hosts")
-    frame = loaded.runs
-    same = frame[(frame["strategy"] == "native") & (frame["hosts"] == 4) & (frame["rate_mbit"] == 10)]
-    parts = [bar.patches[place].get_width() for bar in figure.axes[0].containers]
-    assert sum(parts) == pytest.approx(same["step_s"].mean(), rel=1e-9)
-
-
 def test_no_group_is_dropped(tmp_path: Path) -> None:
     """Each group differs from the others in one of these only."""
     for number, (hosts, ranks, rate) in enumerate(itertools.product((1, 2), (1, 2), (10.0, 100.0))):
@@ -180,30 +150,16 @@ def test_no_group_is_dropped(tmp_path: Path) -> None:
             changes = {"rate_mbit": rate if hosts > 1 else None, "rank_batch": 64 // (hosts * ranks)}
             runs.make(tmp_path / str(number), hosts=hosts, ranks_per_host=ranks, compute_s=1.0 + number, **changes)
     found = load([tmp_path])
-    axes = figures.draw("phases", found).axes
-    drawn = {round(bar.get_width(), 6) for axis in axes for bar in axis.containers[1].patches}
-    assert drawn == {*found.runs["compute_s"].round(6)}
     assert sum(len(curves(axis)) for axis in figures.draw("time", found).axes) == 4
 
 
 def test_accuracy_is_the_mean_of_the_repeats_after_each_epoch(loaded: Loaded) -> None:
-    for kind in ("accuracy", "accuracy-time"):
-        line = figures.draw(kind, loaded).axes[0].lines[0]
-        final = 100 * statistics.fmean(0.97 - 0.01 * seed for seed in SEEDS)
-        assert list(line.get_ydata()) == pytest.approx([final / 2, final])
-        if kind == "accuracy-time":  # two epochs with validation (0.1 s), and a checkpoint (0.05 s) between them
-            trained = statistics.fmean(train_s(1, None, seed) for seed in SEEDS)
-            assert list(line.get_xdata()) == pytest.approx([trained / 2 + 0.1, trained + 0.25])
-
-
-def test_strategies_draws_the_times_of_the_table_on_one_axis(loaded: Loaded) -> None:
-    rows = strategies.table(loaded).rows
-    axes = figures.draw("strategies", loaded).axes
-    assert [axis.get_title("left") for axis in axes] == ["10 Mbit/s", "1000 Mbit/s"]
-    assert len({axis.get_xlim() for axis in axes}) == 1
-    drawn = sorted(float(container.lines[0].get_xdata()[0]) for axis in axes for container in axis.containers)
-    assert drawn == sorted(row["train_to_target_s"].mean for row in rows)
-    assert {text.get_text() for text in axes[0].texts} == {"allreduce", "native"}
+    line = figures.draw("accuracy-time", loaded).axes[0].lines[0]
+    final = 100 * statistics.fmean(0.97 - 0.01 * seed for seed in SEEDS)
+    assert list(line.get_ydata()) == pytest.approx([final / 2, final])
+    # two epochs with validation (0.1 s), and a checkpoint (0.05 s) between them
+    trained = statistics.fmean(train_s(1, None, seed) for seed in SEEDS)
+    assert list(line.get_xdata()) == pytest.approx([trained / 2 + 0.1, trained + 0.25])
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
@@ -212,6 +168,6 @@ def test_strategies_draws_the_times_of_the_table_on_one_axis(loaded: Loaded) -> 
 def test_too_many_settings_are_an_error_with_a_hint(tmp_path: Path) -> None:
     for number in range(13):
         runs.make(tmp_path / str(number), hosts=2, rate_mbit=10.0, config={"lr": number / 10})
-    for kind in ("time", "phases", "accuracy"):
+    for kind in figures.KINDS:
         with failing(exits.USAGE, r"13 settings exceed the 12 of one figure; hint: .*--where"):
             figures.draw(kind, load([tmp_path]))

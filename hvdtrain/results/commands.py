@@ -149,8 +149,7 @@ def run(options: argparse.Namespace) -> int:
         scores.check_target(loaded.runs, value)
     match options.command:
         case "plot":
-            settings = figures.Options(count=options.count, target=value)
-            figures.save(figures.draw(options.kind, loaded, settings), options.output)
+            figures.save(figures.draw(options.kind, loaded, figures.Options(count=options.count)), options.output)
         case "report":
             document.write(loaded, options.output, value)
         case "export":

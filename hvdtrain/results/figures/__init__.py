@@ -25,19 +25,13 @@ FORMATS = ("svg", "png", "pdf")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     count: Literal["hosts", "ranks"] = "hosts"
-    """The horizontal axis of `time` and `speedup`"""
-    target: float = 0.95
-    """Target of `strategies`, a value of the primary metric"""
+    """The horizontal axis of `time`"""
 
 
 # Figure -> description, and the module and the function that draw it.
 KINDS = {
-    "strategies": ("time to the target, for all strategies on one axis", "strategies", "to_target"),
     "time": ("training time over hosts, one curve per rate (as in Lucero, 2022)", "scaling", "time"),
-    "speedup": ("speed-up over one host, with the ideal line", "scaling", "speedup"),
-    "phases": ("data, compute and waiting for the exchange per step", "phases", "phases"),
-    "accuracy": ("accuracy after each epoch, over epochs", "training", "by_epoch"),
-    "accuracy-time": ("accuracy after each epoch, over time", "training", "by_time"),
+    "accuracy-time": ("accuracy after each epoch, over time", "training", "accuracy"),
 }
 
 

@@ -23,7 +23,6 @@ from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
 MOST_PANELS = 12
-MOST_BARS = 60
 
 
 class Looks:
@@ -53,10 +52,11 @@ def rates(experiments: Sequence[Group]) -> list[float | None]:
     return sorted(several, key=lambda mbit: math.inf if mbit is None else mbit) or [None]
 
 
-def check(number: int, most: int, what: str) -> None:
-    """Raises Failure (2) if a figure would have too many panels or bars."""
-    if number > most:
-        raise Failure(f"{number} {what} exceed the {most} of one figure; hint: select runs with --where", exits.USAGE)
+def check(number: int) -> None:
+    """Raises Failure (2) if a figure would have too many panels."""
+    if number > MOST_PANELS:
+        message = f"{number} settings exceed the {MOST_PANELS} of one figure"
+        raise Failure(f"{message}; hint: select runs with --where", exits.USAGE)
 
 
 def split(loaded: Loaded, column: str, missing: str) -> dict[str, list[Group]]:
@@ -72,7 +72,7 @@ def split(loaded: Loaded, column: str, missing: str) -> dict[str, list[Group]]:
     panels: dict[str, list[Group]] = {}
     for group, words in zip(experiments, settings_of(experiments, ["global_batch"] if weak else []), strict=True):
         panels.setdefault(_title(group, words), []).append(group)
-    check(len(panels), MOST_PANELS, "settings")
+    check(len(panels))
     return panels
 
 
@@ -92,21 +92,19 @@ class Panel:
     """Rate (None: unlimited, or a single host) and points of each curve, baseline first, slowest rate first"""
 
 
-def curves(loaded: Loaded, count: Count, column: str, missing: str) -> list[Panel]:
-    """The curves of `scaling.rows` by setting, with the points that have a `column` (train_s or speedup).
+def curves(loaded: Loaded, count: Count, missing: str) -> list[Panel]:
+    """The curves of `scaling.rows` by setting, with the points that have a time.
 
     Raises Failure (65) with the message `missing` if there is none, Failure (2) for too many panels.
     """
     rows = scaling.rows(groups.by(groups.usable(loaded.runs)), count)
-    known = [row for row in rows if getattr(row, column) is not None and row.group.key["hosts"] is not None]
+    known = [row for row in rows if row.train_s is not None and row.group.key["hosts"] is not None]
     drawable = [list(points) for _, points in itertools.groupby(known, key=lambda row: row.curve)]
-    # A single group has no speed-up to show.
-    drawable = [points for points in drawable if column == "train_s" or points[-1].group is not points[-1].baseline]
     if not drawable:
         raise Failure(missing, exits.BAD_DATA)
     panels: dict[str, list[tuple[float | None, list[Row]]]] = {}
     for points, words in zip(drawable, curve_settings(drawable, count), strict=True):
         last = points[-1].group
         panels.setdefault(_title(last, words), []).append((last.key["rate_mbit"], points))
-    check(len(panels), MOST_PANELS, "settings")
+    check(len(panels))
     return [Panel(title, drawn) for title, drawn in panels.items()]

@@ -1,4 +1,4 @@
-"""Training time and speed-up over hosts, one curve per rate: the numbers of `hvdtrain results scaling`.
+"""Training time over hosts, one curve per rate: the numbers of `hvdtrain results scaling`.
 
 A single host uses no link, so it is the first point of every curve.
 """
@@ -15,17 +15,12 @@ from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.scaling import Row
 from hvdtrain.results.tables.scaling import rate_words
 
-MISSING = (
-    "needs complete timing runs on one host and on more hosts that are comparable; hint: `hvdtrain results scaling` "
-    "shows their differences"
-)
-
 
 def time(loaded: Loaded, options: Options) -> Figure:
     """Seconds of the training phase over hosts. Raises Failure (65) without timing runs."""
-    drawn = curves(loaded, options.count, "train_s", "no times: needs complete timing runs that are not marked")
+    drawn = curves(loaded, options.count, "no times: needs complete timing runs that are not marked")
     values = [row.train_s.mean for row in points(drawn) if row.train_s]
-    figure, axes = draw(drawn, "train_s", options, Looks(loaded))
+    figure, axes = draw(drawn, options, Looks(loaded))
     for axis in axes:
         if max(values) > style.WIDE * min(values) > 0:
             style.log_scale(axis, "y")
@@ -37,35 +32,16 @@ def time(loaded: Loaded, options: Options) -> Figure:
     return figure
 
 
-def speedup(loaded: Loaded, options: Options) -> Figure:
-    """Speed-up of the training phase over the baseline. Raises Failure (65) without comparable runs."""
-    drawn = curves(loaded, options.count, "speedup", f"no speed-up: {MISSING}")
-    figure, axes = draw(drawn, "speedup", options, Looks(loaded))
-    for panel, axis in zip(drawn, axes, strict=True):
-        counts = [row.count for row in points([panel])]
-        least, most = min(counts), max(counts)
-        axis.plot([least, most], [1, most / least], color=style.SOFT, linewidth=1, linestyle=style.LONG, label="ideal")
-        axis.axhline(1, color=style.SOFT, linewidth=0.8, linestyle=":", label="baseline")
-        for row in points([panel]):
-            if row.suspect and row.speedup:
-                axis.annotate("suspect", (row.count, row.speedup.mean), ha="right", va="bottom", fontsize=7)
-        axis.set_ylim(bottom=0)
-    for axis in style.first_column(axes):
-        axis.set_ylabel("speed-up of training")
-    style.legend(figure, axes, style.repeats(sizes(drawn)))
-    return figure
-
-
-def draw(drawn: list[Panel], column: str, options: Options, looks: Looks) -> tuple[Figure, list[Any]]:
+def draw(drawn: list[Panel], options: Options, looks: Looks) -> tuple[Figure, list[Any]]:
     """A panel per setting, in which each rate is a curve with error bars."""
     counts = sorted({int(row.count) for row in points(drawn)})
     figure, axes = style.grid(len(drawn), sharey=True)
     for axis, panel in zip(axes, drawn, strict=True):
         for mbit, rows in panel.curves:
-            values = [getattr(row, column) for row in rows]
+            values = [row.train_s for row in rows]
             most = max(row.group.key["hosts"] for row in rows)
             label, look = "one host" if most == 1 else rate_words(mbit), looks.line(mbit, most)
-            means = [one.mean for one in values]
+            means = [one.mean for one in values if one]
             axis.errorbar([row.count for row in rows], means, style.bars(values), label=label, **look)
             for row, mean in zip(rows, means, strict=True):
                 axis.plot(row.count, mean, color=look["color"], **looks.marker(row.group.key["hosts"]))

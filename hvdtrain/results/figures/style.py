@@ -23,8 +23,6 @@ BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = "#0072b2", "#d55e00", "#009e73", "
 COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 MARKERS = ("o", "s", "^", "D", "v", "X", "P")
 LINES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
-LONG = (0, (9, 3))
-"""Dashes of a line that is not a measurement"""
 
 STYLE = Path(__file__).with_name("figures.mplstyle")
 WIDE = 10.0

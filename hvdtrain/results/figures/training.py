@@ -1,15 +1,12 @@
-"""Training curves: the primary metric over epochs and over time, one panel per framework and strategy.
+"""Training curves: the primary metric over time, one panel per framework and strategy.
 
 A curve is the mean over the repeats of a group, its band their spread.
 """
 
 from __future__ import annotations
 
-import functools
-
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from hvdtrain.results import scores
 from hvdtrain.results.figures import Options, panels, style
@@ -24,8 +21,8 @@ from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
 
-def figure(loaded: Loaded, _: Options, *, x: str, label: str) -> Figure:
-    """The primary metric of validation over x. Raises Failure (65) if no run has validated."""
+def accuracy(loaded: Loaded, _: Options) -> Figure:
+    """The primary metric of validation over time. Raises Failure (65) if no run has validated."""
     missing = "no validation score: needs complete timing runs with a validation split"
     split = panels.split(loaded, "best_validation_score", missing)
     shown = [score_columns(members[0].runs)[0] for members in split.values()]
@@ -39,23 +36,21 @@ def figure(loaded: Loaded, _: Options, *, x: str, label: str) -> Figure:
                 continue
             look = looks.line(group.key["rate_mbit"], group.key["hosts"])
             look |= looks.marker(group.key["hosts"]) | {"markevery": max(1, len(points) // 6)}
-            axis.plot(points[x], column.scale * points["mean"], **look)
+            axis.plot(points["time_s"], column.scale * points["mean"], **look)
             band = [column.scale * points[end] for end in ("low", "high")]
-            axis.fill_between(points[x], *band, color=look["color"], alpha=0.15, lw=0)
+            axis.fill_between(points["time_s"], *band, color=look["color"], alpha=0.15, lw=0)
             drawn.append(points.assign(hosts=group.key["hosts"]))
         style.title(axis, title)
-        axis.set_xlabel(label)
+        axis.set_xlabel("time since step 0 (s)")
         if column.unit == "%":
             axis.set_ylim(max(0, axis.get_ylim()[0]), 100)
         if not alike or axis in style.first_column(axes):
             axis.set_ylabel(column.heading.replace("test", "validation", 1))
     if not drawn:
         raise Failure(missing, exits.BAD_DATA)
-    ends = [points[x].iloc[-1] for points in drawn]
-    for axis in axes:
-        if x == "epoch":
-            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        elif max(ends) > style.WIDE * min(ends):
+    ends = [points["time_s"].iloc[-1] for points in drawn]
+    if max(ends) > style.WIDE * min(ends):
+        for axis in axes:
             style.log_scale(axis, "x")
     every = pd.concat(drawn)
     looks.legend(axes[0], every["hosts"])
@@ -63,10 +58,6 @@ def figure(loaded: Loaded, _: Options, *, x: str, label: str) -> Figure:
         axes[0].plot([], [], **looks.line(mbit), label=rate_words(mbit))
     style.legend(made, axes, style.repeats([int(n) for n in every["n"]], "bands"))
     return made
-
-
-by_epoch = functools.partial(figure, x="epoch", label="epoch")
-by_time = functools.partial(figure, x="time_s", label="time since step 0 (s)")
 
 
 def _curve(loaded: Loaded, group: Group) -> pd.DataFrame:

@@ -26,30 +26,15 @@ TITLE = "How training scales"
 
 # Figure, in the order of the page -> heading and explanation.
 CAPTIONS = {
-    "strategies": (
-        "Time to the target by strategy",
-        "Seconds of training until the end of the first epoch whose validation reaches the target below the axis. Left "
-        "of the dotted line, several hosts are faster than one.",
-    ),
     "time": (
         "Training time over hosts",
         "Seconds of the training phase. In a rising curve, more hosts make training slower at that rate. A single host "
         "uses no link, so it is the first point of every curve.",
     ),
-    "speedup": (
-        "Speed-up of training",
-        "Training time of the baseline divided by that of more hosts. On the ideal line, n hosts take 1/n of the time; "
-        "below the dotted line, they take longer than the baseline.",
-    ),
-    "phases": (
-        "Where the time of a step goes",
-        "A step of rank 0, without warm-up. Communication that backward hides counts as compute. Each rate has its own "
-        "scale; the number is the length of the whole bar.",
-    ),
-    "accuracy": ("Accuracy over epochs", "Validation accuracy after each epoch, mean over the repeats."),
     "accuracy-time": (
         "Accuracy over time",
-        "The same over seconds of training, validation and checkpoints. The curve furthest to the left is best.",
+        "Validation accuracy after each epoch, mean over the repeats, over seconds of training, validation and "
+        "checkpoints. The curve furthest to the left is best.",
     ),
 }
 
@@ -83,11 +68,10 @@ def page(loaded: Loaded, target: float = 0.95) -> str:
     """The page as an HTML document."""
     numbers = iter(range(1, 1000))
     shown = [one for one in tables(loaded, target) if one.rows] if not groups.usable(loaded.runs).empty else []
-    main = "strategies" if shown and shown[0].name == "strategies" else "time"
     count = what_varies(groups.by(groups.usable(loaded.runs)))
-    drawn, missing = _figures(loaded, figures.Options(target=target, count=count), main)
+    drawn, missing = _figures(loaded, figures.Options(count=count))
     goal = scores.goal(loaded.runs, target)
-    first = _first_screen(shown, drawn.pop(main, ""), numbers, goal) if shown else "<p>No complete timing run.</p>"
+    first = _first_screen(shown, drawn.pop("time", ""), numbers, goal) if shown else "<p>No complete timing run.</p>"
     not_shown = f"<h3>Not shown</h3>\n{html.bullets(missing, 'findings')}" if missing else ""
     sections = [
         ("Figures", "\n".join([*drawn.values(), not_shown])),
@@ -122,13 +106,12 @@ def _header(loaded: Loaded) -> str:
     return f"<p>Data of {text(when)} from {text(folders)}: {text(counts or 'no runs')}.{text(named)}</p>"
 
 
-def _figures(loaded: Loaded, options: figures.Options, main: str) -> tuple[dict[str, str], list[tuple[str, str]]]:
-    """Figure -> HTML of the figures that have data, the main one first; and why the others have none."""
+def _figures(loaded: Loaded, options: figures.Options) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """Figure -> HTML of the figures that have data; and why the others have none."""
     drawn: dict[str, str] = {}
     missing: list[tuple[str, str]] = []
-    for kind in sorted(CAPTIONS, key=lambda kind: kind != main):
-        heading, caption = CAPTIONS[kind]
-        if kind in ("time", "speedup"):
+    for kind, (heading, caption) in CAPTIONS.items():
+        if kind == "time":
             heading, caption = (words.replace("hosts", options.count) for words in (heading, caption))
         try:
             figure = figures.draw(kind, loaded, options)

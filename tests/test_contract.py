@@ -181,7 +181,7 @@ JSON = {
     "doctor": "--quick",
     "throttle": "show --dev lo",
     "sweep": "sweep.toml --dry-run",
-    "plan": "--from run --hosts 2 --rates 10mbit --strategy hierarchical",
+    "plan": "--parameters 1M --step-seconds 0.1 --hosts 2 --rates 10mbit --strategy hierarchical",
     "results show": "run .",
     "results compare": "run run",
     **{f"results {name}": "." for name in RESULTS},
@@ -259,10 +259,6 @@ PATHS: dict[str, list[str]] = {
     "throttle": ["10mbit --dev lo --hostfile @ --dry-run"],
     "doctor": ["--quick --hostfile @"],
     "sweep": ["@ --dry-run"],
-    "plan": [
-        "--from @",
-        "--from @manifest.json",
-    ],
     "results": [
         *("list @", "show @", "show @manifest.json", "show run @"),
         *(f"{name} @" for name in RESULTS[1:]),

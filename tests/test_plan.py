@@ -26,8 +26,8 @@ from hvdtrain.comm.world import alone, connect
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.models.resnet import ResNetSpec, parameters
-from hvdtrain.plan import choice, coding, command, learning, pilot, prediction, profile, report
-from hvdtrain.plan.network import Link, Uplink, measured
+from hvdtrain.plan import choice, coding, command, learning, pilot, prediction, profile, recorded, report
+from hvdtrain.plan.network import Link, measured
 from hvdtrain.plan.prediction import Host
 from hvdtrain.plan.profile import Point, Profile
 from hvdtrain.plan.simulation import Message, Node, Traffic, simulate
@@ -93,24 +93,6 @@ def test_one_direction_carries_more_than_both() -> None:
     assert SLOW.seconds(1e6, 0) == pytest.approx(8 / 9.564, rel=1e-3)
     uneven = Link.of_rate(10e6, 1e6)
     assert uneven.seconds(1e6, 1e6) == pytest.approx(8 / 0.936)
-
-
-def test_switches_share_their_uplink() -> None:
-    sent, count, each = 4e5, 8, 4
-    rate = SLOW.up
-    pairs = Message(ready=1.0, sent=sent, received=sent, hops=0, peers=count - 1)
-    ring = dataclasses.replace(pairs, peers=1)
-
-    def waited_s(message: Message, uplink: Uplink | None) -> float:
-        return simulate(nodes(count, uplink=uplink), Traffic(messages=(message,))) - 0.11
-
-    flat_s = waited_s(pairs, None)
-    assert waited_s(pairs, Uplink(hosts=each, rate=each * rate)) == pytest.approx(flat_s), "no oversubscription"
-    assert waited_s(pairs, Uplink(hosts=count, rate=1.0)) == pytest.approx(flat_s), "one switch has no uplink"
-    crossing = each * (count - each) / (count - 1)
-    assert waited_s(pairs, Uplink(hosts=each, rate=rate)) == pytest.approx(crossing * flat_s)
-    assert waited_s(ring, Uplink(hosts=each, rate=rate)) == pytest.approx(flat_s), "a ring crosses it once"
-    assert waited_s(ring, Uplink(hosts=each, rate=rate / 2)) == pytest.approx(2 * flat_s)
 
 
 def test_gradients_that_are_ready_early_are_sent_during_backward() -> None:
@@ -364,24 +346,11 @@ def test_a_plan_profiles_once_and_says_what_limits(
     fails(lambda: cli.command(["plan", *words]), 65, "another machine", "--fresh")
 
 
-def test_a_plan_from_a_run_reproduces_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cpu = f"{profile.machine()['processor']}, 96 cores"
-    folder = make(tmp_path / "run", hosts=2, rate_mbit=10.0, strategy="powersgd:rank=4", data_s=0.0, cpu=cpu)
-    step = read_run(folder)["step"][-1]
-    found = plan(capsys, "--from", str(folder))
-    (network,) = found["networks"]
-    own = next(each for each in network["hosts"][0]["predictions"] if each["strategy"] == "powersgd:rank=4")
-    assert own["step_s"] == pytest.approx(step.compute_s + step.communication_s, rel=1e-6)
-    assert not any("another processor" in note for note in found["notes"]), "a number of cores is not a processor"
-    other = plan(capsys, "--from", str(folder), "--hosts", "4", "--rates", "1gbit")
-    assert other["networks"][0]["hosts"][0]["hosts"] == 4
-
-
 @pytest.mark.parametrize(
     ("line", "code", "words"),
     [
         ("resnt", 2, "did you mean resnet?"),
-        ("resnet --from x", 2, "hint: name a workload"),
+        ("resnet --parameters 1M --step-seconds 1", 2, "hint: name a workload"),
         ("resnet --hosts 4..2", 2, "1..16"),
         ("resnet --rates 10mbps", 2, "counts bytes"),
         ("resnet --latency -1", 2, "--latency"),
@@ -389,8 +358,8 @@ def test_a_plan_from_a_run_reproduces_its_step(tmp_path: Path, capsys: pytest.Ca
         ("resnet --global-batch-size -1", 2, "--global-batch-size"),
         ("resnet --hosts ''", 2, "--hosts"),
         ("resnet -H ''", 2, "a:2,b:2"),
-        ("resnet --switch 4 --uplink 0mbit", 2, "8kbit"),
-        ("resnet -H a:1,b:1 --switch 4 --uplink 1gbit", 2, "-H cannot be combined"),
+        ("resnet -H a:1,b:1 --slow 0mbit", 2, "8kbit"),
+        ("resnet -H a:1,b:1 --slow 1gbit", 2, "-H cannot be combined"),
         ("resnet --no-such-flag", 2, "--no-such-flag"),
         ("--lr 0.1 train.py", 2, "the script first"),
         ("--parameters 25M --step-seconds 0.8 -H no-such-host:1,b:1", 69, "no-such-host"),
@@ -493,7 +462,7 @@ def test_profiles_and_runs_with_impossible_values_are_one_line(tmp_path: Path) -
         "shapes": [[10**12, 10**12]],
     }.items():
         manifest.write_text(json.dumps(edited(document, keys, value)))
-        fails(lambda: cli.command(["plan", "--from", str(run)]), 65, "cannot be planned from")
+        fails(lambda: recorded.read(run), 65, "cannot be planned from")
 
 
 def test_long_ranges_of_hosts_are_thinned() -> None:

@@ -8,14 +8,13 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.launch.link import address_of
-from hvdtrain.plan import coding, learning, observe, prediction, probe, profile, recorded, report, sizes
-from hvdtrain.plan.network import LATENCY_S, Link, Uplink
+from hvdtrain.plan import learning, observe, prediction, probe, profile, report, sizes
+from hvdtrain.plan.network import LATENCY_S, Link
 from hvdtrain.plan.observe import global_batch
 from hvdtrain.plan.prediction import Host
 from hvdtrain.plan.profile import Profile
@@ -24,21 +23,19 @@ from hvdtrain.strategies.spec import Exchange, parse
 from hvdtrain.system import exits
 from hvdtrain.system.arguments import Parser
 from hvdtrain.system.exits import Failure
-from hvdtrain.system.rates import goodput_both_ways, parse_rate, show_rate
+from hvdtrain.system.rates import parse_rate, show_rate
 
 PURPOSE = """Predict the time of a training step for other hosts, links and strategies, before you use them.
 
 The model is profiled on this machine in at most 30 s, and trained for at most 75 s more if the batch of a step grows
 with the hosts; the profile is kept in ~/.cache/hvdtrain. Other options go to the workload. A script of your own, which
 uses DistributedDataParallel, a trainer or hvdtrain.torch, is started as one process, without a
-launcher, and ended when some of its steps have been timed. With --from, a recorded run takes the place of the profile.
-With --parameters nothing is run.
+launcher, and ended when some of its steps have been timed. With --parameters nothing is run.
 
 examples:
   hvdtrain plan resnet --hosts 1..16 --rates 10mbit,100mbit,1gbit --width 0.25
   hvdtrain plan train.py --lr 0.1 --hosts 2,4 --rates 1gbit
   hvdtrain plan resnet -H a:1,b:1,c:1 --global-batch-size 128
-  hvdtrain plan --from results/RUN --hosts 2,8 --rates 10mbit
   hvdtrain plan --parameters 124M --trainable 2M --step-seconds 0.8 --hosts 1..8 --rates 30mbit,1gbit
 """
 MOST_HOSTS = 10_000
@@ -50,7 +47,6 @@ BOUNDS = {
     "latency": (0, 60_000),
     "ranks_per_host": (1, 1024),
     "cores": (0.01, 10_000),
-    "switch": (1, MOST_HOSTS),
     "global_batch_size": (1, 10**9),
 }
 """Least and most of each option that is a number"""
@@ -73,7 +69,6 @@ class PlanParser(Parser):
 def parser() -> Parser:
     top = PlanParser(prog="hvdtrain plan", description=PURPOSE, allow_abbrev=False)
     top.add_argument("workload", nargs="?", help="a workload: see `hvdtrain train`, or a script")
-    top.add_argument("--from", dest="run", type=Path, metavar="RUN", help="plan from the run in this folder")
     top.add_argument("--parameters", metavar="N", help="plan a model of this size, such as 124M, which is not here")
     top.add_argument("--trainable", metavar="N", help="with --parameters: how many are trained (default: all)")
     top.add_argument("--step-seconds", type=float, metavar="S", help="with --parameters: of a step on one host")
@@ -90,8 +85,6 @@ def parser() -> Parser:
     top.add_argument(
         "--slow", default=None, metavar="RATE[/RATE]", help="rate of the last host's link, or its rates up and down"
     )
-    top.add_argument("--switch", type=int, metavar="N", help="hosts of each switch, if there are several switches")
-    top.add_argument("--uplink", metavar="RATE", help="rate of the link from each switch to the others")
     top.add_argument(
         "--latency", type=float, default=1e3 * LATENCY_S, metavar="MS", help="of a message (default: %(default)g ms)"
     )
@@ -109,10 +102,9 @@ def parser() -> Parser:
 
 def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(list(arguments))
-    if sum(map(bool, (options.workload, options.run, options.parameters))) != 1:
+    if bool(options.workload) == bool(options.parameters):
         raise Failure(
-            "plan from one thing; hint: name a workload or a script, or give --from RUN or --parameters (see --help)",
-            exits.USAGE,
+            "plan from one thing; hint: name a workload or a script, or give --parameters (see --help)", exits.USAGE
         )
     if bool(options.parameters) != (options.step_seconds is not None) or (options.trainable and not options.parameters):
         hint = "--parameters 124M --trainable 2M --step-seconds 0.8"
@@ -123,19 +115,12 @@ def main(arguments: Sequence[str]) -> int:
         value = getattr(options, name)
         if value is not None and not least <= value <= most:
             raise Failure(f"--{name.replace('_', '-')} {value}: hint: give {least:g} to {most:,}", exits.USAGE)
-    if (options.switch is None) != (options.uplink is None):
-        raise Failure("--switch and --uplink belong together; hint: --switch 24 --uplink 10gbit", exits.USAGE)
     links_of(options, 1_000_000, 2)  # raises Failure for a wrong rate, before the profile takes its time
-    uplink_of(options)
-    if options.global_batch_size is not None and options.run:
-        raise Failure("--global-batch-size cannot be combined with --from; hint: leave it out", exits.USAGE)
-    if options.cluster is not None and any((options.run, options.hosts, options.rates, options.slow, options.switch)):
-        raise Failure(
-            "-H cannot be combined with --from, --hosts, --rates, --slow or --switch; hint: leave them out", exits.USAGE
-        )
+    if options.cluster is not None and any((options.hosts, options.rates, options.slow)):
+        raise Failure("-H cannot be combined with --hosts, --rates or --slow; hint: leave them out", exits.USAGE)
     counts = counts_of(options.hosts) if options.hosts is not None else None
     rates = rates_of(options.rates) if options.rates is not None else None
-    make = _from_run if options.run else _from_sizes if options.parameters else _from_workload
+    make = _from_sizes if options.parameters else _from_workload
     plan = make(options, counts, rates)
     print(json.dumps(report.as_json(plan)) if options.json else report.text(plan))
     return exits.OK
@@ -200,18 +185,10 @@ def links_of(options: Any, rate: int, count: int) -> list[Link]:
     return links
 
 
-def uplink_of(options: Any) -> Uplink | None:
-    """Return the uplink of every switch. Raises Failure (2)."""
-    if not options.switch:
-        return None
-    return Uplink(hosts=options.switch, rate=goodput_both_ways(parse_rate(options.uplink)) / 8)
-
-
 def _hosts(options: Any, rate: int, count: int) -> list[Host]:
-    links, uplink = links_of(options, rate, count), uplink_of(options)
     return [
-        Host(name=str(number), link=link, ranks=options.ranks_per_host, cores=options.cores, uplink=uplink)
-        for number, link in enumerate(links, start=1)
+        Host(name=str(number), link=link, ranks=options.ranks_per_host, cores=options.cores)
+        for number, link in enumerate(links_of(options, rate, count), start=1)
     ]
 
 
@@ -319,40 +296,3 @@ def _from_sizes(options: Any, counts: Sequence[int] | None, rates: Sequence[int]
     else:
         plan = _equal_hosts(made, config, options, counts, rates, able)
     return dataclasses.replace(plan, refused=refused, notes=[*plan.notes, *notes])
-
-
-def _from_run(options: Any, counts: Sequence[int] | None, rates: Sequence[int] | None) -> Plan:
-    run = recorded.read(options.run)
-    config = TrainConfig(
-        framework=run.config.framework,
-        precision=run.config.precision,
-        global_batch_size=run.global_batch if run.config.global_batch_size else None,
-        batch_size=None if run.config.global_batch_size else run.config.batch_size,
-    )
-    names = prediction.reducers([*_wanted(options), run.exchange])
-    known = run.profile.coding_s if run.profile else {}
-    missing = [name for name in names if name not in known]
-    coding_s = coding.measure(missing, run.manifest.shapes, profile.CODING_S)
-    made = recorded.as_profile(run, _wanted(options), coding_s)
-    able, refused = exchanges_of(options, config, made)
-    hosts = run.hosts()
-    own = prediction.predict(made, run.exchange, hosts, run.global_batch)
-    notes = [
-        f"recorded: {run.exchange} on {len(hosts)} hosts, {run.step_s:.3g} s per step; {own.bottleneck} decides",
-        *(f"that is {factor:.2f} times the simulated time, as all predictions are" for factor in made.factors.values()),
-    ]
-    if missing and made.machine["processor"] != profile.machine()["processor"]:
-        notes.append("the cost of coding was measured on this machine, which has another processor than the run's")
-    options.ranks_per_host = hosts[0].ranks
-    if len(hosts) > 1 and rates is None and counts is None and run.links:
-        exchanges = list({str(each): each for each in [run.exchange, *able]}.values())
-        single = run.global_batch if run.config.global_batch_size else round(run.global_batch / len(hosts))
-        links = {"the run's links": {len(hosts): (hosts, run.global_batch)}}
-        plan = _plan(made, exchanges, (hosts[:1], single), links)
-    else:
-        if len(hosts) > 1 and not run.links:
-            notes = ["the run did not measure its links, so predictions are not adjusted to its step time"]
-            if rates is None:
-                raise Failure(f"{run.folder}: the run did not measure its links; hint: add --rates", exits.BAD_DATA)
-        plan = _equal_hosts(made, config, options, counts or sorted({1, len(hosts)}), rates, able)
-    return dataclasses.replace(plan, refused=refused, notes=notes)

@@ -32,29 +32,6 @@ class Link:
         return alone * max(sent / self.up, received / self.down)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Uplink:
-    """The link from a switch to the other switches, which the switch's hosts share."""
-
-    hosts: int
-    """Hosts of each switch"""
-    rate: float
-    """Payload bytes per second in each direction"""
-
-    def seconds(self, sent: float, peers: int, hosts: int, *, central: bool = False) -> float:
-        """Return the seconds that the uplink needs if each of its hosts sends these bytes to peers in the cluster.
-
-        `hosts`: of the cluster. In a ring (one peer), a single host of each switch sends to another switch. `central`:
-        whether one of the hosts, and no other, sends.
-        """
-        others = hosts - self.hosts
-        if others <= 0:
-            return 0.0
-        senders = 1 if central else self.hosts
-        crossing = sent if peers == 1 and not central else senders * sent * others / (hosts - 1)
-        return crossing / self.rate
-
-
 def measured(links: Sequence[Mapping[str, Any]]) -> dict[Any, Link]:
     """Return the link of each host from a measurement of goodput, see `records.Manifest.links`.
 

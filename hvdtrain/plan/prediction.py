@@ -9,9 +9,9 @@ from typing import Any
 
 from hvdtrain.plan import interval, learning
 from hvdtrain.plan.coding import work
-from hvdtrain.plan.network import Link, Uplink
+from hvdtrain.plan.network import Link
 from hvdtrain.plan.profile import Profile
-from hvdtrain.plan.simulation import Message, Node, Traffic, link_s, simulate, transfer_s, uplink_s
+from hvdtrain.plan.simulation import Message, Node, Traffic, simulate, transfer_s
 from hvdtrain.strategies.algorithms.synchronous import buckets
 from hvdtrain.strategies.cost import Cost, Layout, Phase, elements
 from hvdtrain.strategies.spec import Exchange, component
@@ -30,8 +30,6 @@ class Host:
     ranks: int = 1
     cores: float | None = None
     """None: the cores of the profiled host"""
-    uplink: Uplink | None = None
-    """Of the host's switch; None: one switch connects all hosts"""
     profile: Profile | None = None
     """Measured on this host; None: the plan's"""
 
@@ -122,7 +120,6 @@ def nodes_of(profile: Profile, hosts: Sequence[Host], rank_batch: float) -> list
             Node(
                 name=host.name,
                 link=host.link,
-                uplink=host.uplink,
                 backward_s=made.backward_s(rank_batch) * slower,
                 update_s=made.update_s * slower + local_s,
                 averaging_s=made.averaging_s * host.ranks,
@@ -205,7 +202,6 @@ def traffic_of(profile: Profile, exchange: Exchange, cost: Cost, hosts: Sequence
                     sent=sent * share,
                     received=received * share,
                     hops=phase.hops,
-                    peers=phase.peers,
                     coding_s=(total_s * _amount(phase) / whole + local_s) * share,
                     central=phase.received_per_peer is not None,
                 )
@@ -254,8 +250,6 @@ def _bottleneck(nodes: Sequence[Node], traffic: Traffic, step_s: float, computin
     node = nodes[seconds.index(slowest_s)]
     if sum(message.hops for message in traffic.messages) * node.link.latency_s > slowest_s / 2:
         return "the latency of the network"
-    if any(uplink_s(node, each, True, len(nodes)) > link_s(node, each, True, len(nodes)) for each in traffic.messages):
-        return "the uplinks of the switches"
     return _of("the link", node.name, seconds)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -138,12 +138,12 @@ def read(folder: Path) -> Recorded:
     return Recorded(folder, manifest, facts, summary, step_s, compute_s, made)
 
 
-def as_profile(run: Recorded, exchanges: Sequence[Exchange], coding_s: Mapping[str, float] | None = None) -> Profile:
+def as_profile(run: Recorded, exchanges: Sequence[Exchange]) -> Profile:
     """Return a profile whose prediction for the run's own hosts and strategy is the recorded step time.
 
-    `exchanges`: what else will be predicted. `coding_s`: see `Profile.coding_s`; what is missing there is taken from
-    `coding.recorded`. The ratio of the recorded to the simulated step time applies to all predictions for several hosts
-    with the same backend, if the run measured its links.
+    `exchanges`: what else will be predicted, with the costs of `coding.recorded`. The ratio of the recorded to the
+    simulated step time applies to all predictions for several hosts with the same backend, if the run measured its
+    links.
     """
     manifest, rank, hosts = run.manifest, run.facts.ranks[0], run.hosts()
     batch = max(1, round(run.global_batch / len(run.facts.ranks)))
@@ -160,7 +160,7 @@ def as_profile(run: Recorded, exchanges: Sequence[Exchange], coding_s: Mapping[s
     )
     names = prediction.reducers([*exchanges, run.exchange])
     expected_s = coding.recorded(names, manifest.shapes)
-    made = profile.with_coding(made, expected_s | made.coding_s | dict(coding_s or {}))
+    made = profile.with_coding(made, expected_s | made.coding_s)
     if prediction.unpredictable(made, run.exchange) or (len(hosts) > 1 and not run.links):
         return made
     own = prediction.predict(made, run.exchange, hosts, run.global_batch)

@@ -20,7 +20,7 @@ from typing import Any
 
 import simpy
 
-from hvdtrain.plan.network import Link, Uplink
+from hvdtrain.plan.network import Link
 
 SAMPLED = 4
 """Hosts simulated for each group of equal hosts if their steps vary; one is enough if they do not"""
@@ -37,8 +37,6 @@ class Node:
 
     name: str
     link: Link
-    uplink: Uplink | None = None
-    """None: one switch connects all hosts"""
     backward_s: float
     """Forward and backward, of all ranks of the host"""
     update_s: float
@@ -62,8 +60,6 @@ class Message:
     sent: float
     received: float
     hops: int
-    peers: int = 1
-    """Hosts that it goes to; 1 in a ring"""
     coding_s: float = 0.0
     """Seconds of one core"""
     central: bool = False
@@ -218,20 +214,7 @@ class _Simulation:
 
 def transfer_s(node: Node, message: Message, *, first: bool = True, hosts: int = 1) -> float:
     """Return the seconds in which a host's links carry a message, without waiting for others."""
-    latencies_s = message.hops * node.link.latency_s
-    return max(link_s(node, message, first, hosts), uplink_s(node, message, first, hosts)) + latencies_s
-
-
-def link_s(node: Node, message: Message, first: bool, hosts: int) -> float:
-    return node.link.seconds(*_amounts(message, first, hosts))
-
-
-def uplink_s(node: Node, message: Message, first: bool, hosts: int) -> float:
-    """Return the seconds of the switch's uplink; 0 if one switch connects all hosts."""
-    if node.uplink is None:
-        return 0.0
-    most = max(_amounts(message, first, hosts))
-    return node.uplink.seconds(most, message.peers, hosts, central=message.central and first)
+    return node.link.seconds(*_amounts(message, first, hosts)) + message.hops * node.link.latency_s
 
 
 def _amounts(message: Message, first: bool, hosts: int) -> tuple[float, float]:

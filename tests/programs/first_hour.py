@@ -46,7 +46,6 @@ COMMANDS = {
     "hvdtrain monitors": (),
     "hvdtrain plan --help": (),
     "hvdtrain plan resnet --width 0.25 --hosts 1..4 --rates 10mbit": (),
-    "hvdtrain plan --from results/a --hosts 2,8 --rates 10mbit": (),
     "hvdtrain sweep quick --dry-run": (),
     "hvdtrain results list results/": (),
     "hvdtrain results show results/a": (),

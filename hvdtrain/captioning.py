@@ -51,7 +51,7 @@ class CaptioningData(options.Data):
 class CaptioningConfig(CaptioningData, options.TrainConfig, options.Classification):
     """Options of this workload."""
 
-    RARE = (*options.TrainConfig.RARE, "label_smoothing")
+    COMMON = (*options.TrainConfig.COMMON, "weights")
 
     encoder: Literal["auto", "small", "vgg16", "none"] = "auto"
     """Image encoder

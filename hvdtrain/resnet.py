@@ -53,7 +53,7 @@ class ResNetData(options.Data):
 class ResNetConfig(ResNetData, options.TrainConfig, options.Classification):
     """Options of this workload."""
 
-    RARE = (*options.TrainConfig.RARE, "label_smoothing", "zero_gamma", "precise_bn")
+    COMMON = (*options.TrainConfig.COMMON, "width")
 
     width: float = 1.0
     """Number of channels relative to ResNet-34"""

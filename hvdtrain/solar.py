@@ -53,6 +53,8 @@ class SolarData(options.Data):
 class SolarConfig(SolarData, options.TrainConfig):
     """Options of this workload."""
 
+    COMMON = (*options.TrainConfig.COMMON, "net")
+
     net: str | None = None
     """p1-k0 to p3-k9 of the study, or cnn (default: p3-k1)
 

@@ -46,7 +46,7 @@ class TabularData(options.Data):
 class TabularConfig(TabularData, options.TrainConfig, options.Classification):
     """Options of this workload."""
 
-    RARE = (*options.TrainConfig.RARE, "label_smoothing")
+    COMMON = (*options.TrainConfig.COMMON, "layers")
 
     layers: str = "30,10"
     """Units of each hidden layer, separated by commas"""

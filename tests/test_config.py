@@ -17,7 +17,7 @@ from hvdtrain.captioning import CaptioningConfig
 from hvdtrain.comm.launch_env import LaunchEnv, launch_env
 from hvdtrain.config.batch_plan import batch_plan, global_batch
 from hvdtrain.config.options import TrainConfig
-from hvdtrain.config.parser import misspelled_variables, parse
+from hvdtrain.config.parser import flag, misspelled_variables, parse
 from hvdtrain.resnet import ResNetConfig
 from hvdtrain.solar import SolarConfig
 from hvdtrain.system.exits import Failure
@@ -97,8 +97,8 @@ def test_an_error_names_the_file_or_variable_of_an_invalid_value(
 
 def test_flags_cannot_be_abbreviated() -> None:
     """Launchers look for --resume in a command line."""
-    for word, flag in (("--run-d", "--run-dir"), ("--resum", "--resume")):
-        with failing(2, f"{word} x, did you mean {flag}?"):
+    for word, option in (("--run-d", "--run-dir"), ("--resum", "--resume")):
+        with failing(2, f"{word} x, did you mean {option}?"):
             resume.parse(ResNetConfig, "resnet", "", [word, "x"])
 
 
@@ -154,3 +154,13 @@ def test_the_launch_environment_depends_on_the_launcher() -> None:
     assert launch_env(gloo) == LaunchEnv(launcher="horovodrun", rank=3, size=4, local_rank=1, local_size=2)
     mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
     assert launch_env(mpi | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}).local_size == 2
+
+
+def test_help_shows_what_people_use_and_help_all_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for word in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            resume.parse(ResNetConfig, "resnet", "", [word])
+        shown[word] = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")}
+    assert {"--epochs", "--strategy", "--width"} <= shown["--help"] and len(shown["--help"]) <= 13
+    assert shown["--help-all"] >= {flag(field.name) for field in dataclasses.fields(ResNetConfig)}

@@ -255,22 +255,11 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
     """The options of every training workload. Raises Failure (78) for values that cannot be combined."""
 
     GROUP: ClassVar[str] = "model"
-    RARE: ClassVar[tuple[str, ...]] = (
-        *("epoch_samples", "clip_norm", "ema", "threads"),
-        *("stages", "micro_batches", "cut_at", "activations"),
-        *(
-            "backend",
-            "buckets",
-            "stall_limit",
-            "check_replicas",
-            "checkpoint_steps",
-            "keep_checkpoints",
-            "evaluate_samples",
-            "monitor_ms",
-        ),
-        *("monitor_idle_s", "profile", "inference", "tensorboard", "debug"),
+    COMMON: ClassVar[tuple[str, ...]] = (
+        *("data", "epochs", "batch_size", "lr", "optimizer", "strategy"),
+        *("framework", "run_dir", "resume", "dry_run"),
     )
-    """Options that help lists by name only"""
+    """Options that --help shows"""
 
     @property
     def inference_sizes(self) -> list[int]:

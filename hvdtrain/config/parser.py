@@ -2,8 +2,8 @@
 
 A field `batch_size` is the flag `--batch-size`, the variable `HVDTRAIN_BATCH_SIZE` and the key `batch_size` of a
 `--config FILE.toml`. Flags take precedence over the file, the file over variables, and variables over defaults. The
-docstring below a field is its help: `--help` shows the first line, `--help NAME` all of it. Options in `RARE` of the
-class are listed by name only, unless by `--help all`.
+docstring below a field is its help: `--help` shows the first line, `--help NAME` all of it. If the class has `COMMON`,
+`--help` shows only these options and those that a class without its own `COMMON` adds; `--help-all` shows all.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import dataclasses
 import difflib
 import inspect
 import os
-import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -32,7 +30,7 @@ PRESETS = Path(__file__).with_name("presets")
 PREFIX = "HVDTRAIN_"
 SWITCH = {"true": True, "false": False, "1": True, "0": False}
 EPILOG = (
-    "--help NAME explains an option in full, --help all shows all. HVDTRAIN_BATCH_SIZE=64 sets --batch-size 64, too.\n"
+    "--help NAME explains an option in full. HVDTRAIN_BATCH_SIZE=64 sets --batch-size 64, too.\n"
     "Precedence: flags, then the file of --config, then variables, then defaults."
 )
 
@@ -60,12 +58,15 @@ class OptionParser(Parser):
         )
         self.cls, self.positionals = cls, positionals
         self.names = [field.name for field in dataclasses.fields(cls)]
-        self.rare: Sequence[str] = getattr(cls, "RARE", ())
+        shown = {*getattr(cls, "COMMON", self.names), *(() if "COMMON" in vars(cls) else inspect.get_annotations(cls))}
+        self.rare = [name for name in self.names if name not in shown]
         hints = get_type_hints(cls)
         general = self.add_argument_group("options")
         general.add_argument(
             "-h", "--help", metavar="NAME", nargs="?", const="", help="show this help, or all about NAME"
         )
+        if self.rare:
+            general.add_argument("--help-all", action="store_true", help="show all options")
         general.add_argument(
             "--config",
             metavar="FILE",
@@ -80,6 +81,8 @@ class OptionParser(Parser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         arguments = list(sys.argv[1:] if args is None else args)
         for number, word in enumerate(arguments):
+            if word == "--help-all":
+                self._help("all")
             if word.split("=")[0] in ("-h", "--help"):
                 name = word.partition("=")[2] or "".join(arguments[number + 1 : number + 2])
                 self._help(name.lstrip("-").replace("-", "_"))
@@ -89,12 +92,12 @@ class OptionParser(Parser):
         if name in self.names:
             print(f"{flag(name)}\n\n{inspect.cleandoc(field_docs(self.cls)[name])}")
         else:
-            self.rare = () if name == "all" else self.rare
+            self.rare = [] if name == "all" else self.rare
             self.print_help()
         raise SystemExit(exits.OK)
 
     def format_help(self) -> str:
-        """One line per flag, with its default; the names of rare ones."""
+        """One line per flag, with its default; without rare ones."""
         docs, hints = field_docs(self.cls), get_type_hints(self.cls)
         lines = [(self.description or "").rstrip()]
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -105,6 +108,8 @@ class OptionParser(Parser):
                 if field.name not in self.rare
             ]
         general = [("-h, --help [NAME]", "show this help, or all about one option")]
+        if self.rare:
+            general.append(("--help-all", f"show the other {len(self.rare)} options too"))
         general.append(("--config FILE", "TOML file with options, or a preset's name"))
         sections.setdefault("run" if "run" in sections else "options", []).extend(general)
         sections = {title: rows for title, rows in sections.items() if rows}
@@ -116,10 +121,6 @@ class OptionParser(Parser):
                     lines.append(f"  {usage}  {summary}")
                 else:
                     lines.append(f"  {usage:<{left}}  {summary}")
-        if self.rare:
-            width = max(60, shutil.get_terminal_size().columns) - 2
-            names = textwrap.fill(" ".join(map(flag, self.rare)), width, break_on_hyphens=False)
-            lines += ["", "more:", textwrap.indent(names, "  ")]
         return fitted("\n".join([*lines, "", self.epilog or "", ""]))
 
     def error(self, message: str) -> NoReturn:

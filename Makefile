@@ -30,11 +30,12 @@ test: setup  ## run the tests that are not marked slow, or some: TEST_ARGS='test
 test-all:  ## run all tests, as CI does
 	@$(MAKE) --no-print-directory test TEST_ARGS='-m "slow or not slow"'
 
-lint: setup  ## ruff, mypy, import contracts, imports of the tests, and the syntax of the shell scripts
+lint: setup  ## ruff, mypy, import contracts, lines per folder, imports of the tests, and the syntax of the shell scripts
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+	.venv/bin/python tools/lines.py
 	@# mypy does not read the tests; a broken import in one would show only when it runs
 	. .venv/bin/activate && pytest --collect-only -q tests >/dev/null
 	for script in $(wildcard tools/*.sh launch/*.sh launch/*.sbatch .ci/run); do bash -n $$script || exit; done

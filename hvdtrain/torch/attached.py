@@ -94,14 +94,13 @@ class Attached(Measuring):
         is_planned = profiled.observer() is not None  # also without DistributedDataParallel, which one rank may omit
         if self._begun or not (self._targets or is_planned):
             return
-        exchange = job.exchange(self._chosen_strategy)
+        join(self._chosen_strategy)
+        exchange, named = job.exchange(self._chosen_strategy), by_name(self, None)
         assert exchange is not None
-        named = by_name(self, None)
         if problem := unsupported(self, list(named.values())) or self._unaveraged(exchange):
             raise Failure(f"strategy {self._chosen_strategy}: {problem}", exits.BAD_CONFIG)
         if any(weight.dtype == torch.float64 for weight in named.values()):
             _warn_of_float64(self._chosen_strategy)
-        join(self._chosen_strategy)
         self._begun = self.exchanging = True
         _watch_together()
         self._connect(exchange, named, average=True, sparse_as_dense=False)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from hvdtrain.horovod_api.arithmetic import Op
-from hvdtrain.strategies import Exchange
+from hvdtrain.strategies import Spec
 
 
-def conflict(exchange: Exchange, *, op: int, compressed: bool, all_ranks: bool, loss_scaling: bool = False) -> str:
+def conflict(exchange: Spec, *, op: int, compressed: bool, all_ranks: bool, loss_scaling: bool = False) -> str:
     """Return why a strategy cannot be combined with these arguments; empty if it can."""
     if compressed:
         return "compression= is part of the strategy; hint: leave it out and name a reducer, see --strategy help"

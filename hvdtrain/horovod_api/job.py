@@ -39,7 +39,7 @@ from hvdtrain.horovod_api.installed import Horovod
 from hvdtrain.horovod_api.ranks import NOT_INITIALISED, Job
 from hvdtrain.horovod_api.ranks import is_connected as is_connected
 from hvdtrain.horovod_api.ranks import job as job
-from hvdtrain.strategies import Exchange, automatic, parse
+from hvdtrain.strategies import Spec, automatic, parse
 from hvdtrain.strategies.automatic import Rule
 from hvdtrain.strategies.cost import Shape
 from hvdtrain.strategies.registry import DEFAULT_REDUCER
@@ -100,7 +100,7 @@ def rule(strategy: str | None = None) -> Rule | None:
     return automatic.rule(strategy or os.environ.get(VARIABLE) or "")
 
 
-def wanted(strategy: str | None = None, *, chooses: bool = False) -> Exchange | None:
+def wanted(strategy: str | None = None, *, chooses: bool = False) -> Spec | None:
     """The exchange that `strategy`, or else HVDTRAIN_STRATEGY, asks for; None for Horovod's own.
 
     `chooses`: whether the caller can choose later, so that `auto` exchanges exactly until then. `hvdtrain plan` runs
@@ -198,7 +198,7 @@ def _launched(front: Front) -> RankGroup:
     return dataclasses.replace(group, rendezvous=comm_world.connect(front.framework, backend="tcp", group=group))
 
 
-def exchange(strategy: str | None = None) -> Exchange | None:
+def exchange(strategy: str | None = None) -> Spec | None:
     """The exchange for an optimizer of an initialised job, see `wanted`; None for Horovod's own.
 
     Switches from Horovod to the TCP backend if needed. Collective. Raises ValueError before `init`, and Failure if
@@ -225,7 +225,7 @@ def _form_group(front: Front) -> None:
 
 
 def recorder(
-    exchange: Exchange | None, world: Communicator | None, *, shapes: Sequence[Shape], device: str, threads: int
+    exchange: Spec | None, world: Communicator | None, *, shapes: Sequence[Shape], device: str, threads: int
 ) -> record.Steps | None:
     """Records the steps of an optimizer; None if the script is not recorded. The first call opens the run folder.
     Collective.

@@ -19,7 +19,7 @@ from hvdtrain.comm.errors import PeerLost
 from hvdtrain.comm.world import connect
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.horovod_api.calls import Calls
-from hvdtrain.strategies import Exchange, Strategy
+from hvdtrain.strategies import Spec, Strategy
 from hvdtrain.strategies.cost import Shape
 from hvdtrain.strategies.registry import DEFAULT_REDUCER
 from hvdtrain.system import exits
@@ -43,7 +43,7 @@ def job() -> Job:
     return current
 
 
-def fresh(exchange: Exchange, world: Communicator, shapes: Sequence[Shape]) -> Strategy:
+def fresh(exchange: Spec, world: Communicator, shapes: Sequence[Shape]) -> Strategy:
     """A new strategy for arrays of these shapes. HVDTRAIN_BUCKETS has the meaning of --buckets."""
     text = os.environ.get("HVDTRAIN_BUCKETS", "0")
     if text not in ("0", "1", "2", "3", "4"):
@@ -96,7 +96,7 @@ class Job:
         self.generation += 1
         self._connect()
 
-    def strategy(self, exchange: Exchange, shapes: Sequence[Shape]) -> tuple[Strategy, Communicator]:
+    def strategy(self, exchange: Spec, shapes: Sequence[Shape]) -> tuple[Strategy, Communicator]:
         """A strategy for arrays of these shapes, on separate connections. Collective."""
         world = self.world()
         strategy = fresh(exchange, world, shapes)

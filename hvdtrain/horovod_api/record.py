@@ -21,7 +21,7 @@ from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.horovod_api import exit_status, script
 from hvdtrain.horovod_api.recorder import Gather, Recorder
-from hvdtrain.strategies import Exchange
+from hvdtrain.strategies import Spec
 from hvdtrain.strategies.cost import Shape, elements
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -39,7 +39,7 @@ samples: int | None = None
 
 def begin(
     world: Communicator,
-    exchange: Exchange,
+    exchange: Spec,
     *,
     shapes: Sequence[Shape],
     device: str,
@@ -134,7 +134,7 @@ def log(**values: Any) -> None:
         _recorder.log(numbers)
 
 
-def choosing(pending: bool, exchange: Exchange | None = None, reason: str = "") -> None:
+def choosing(pending: bool, exchange: Spec | None = None, reason: str = "") -> None:
     """Tells the records whether `auto` has yet to choose. Until then steps count as warm-up.
 
     `exchange` and `reason`: what `auto` has chosen, and why.

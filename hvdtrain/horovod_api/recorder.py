@@ -24,7 +24,7 @@ from hvdtrain.horovod_api import script
 from hvdtrain.observe.timing import WARMUP_STEPS, Spent, process_age_s, step_shares
 from hvdtrain.plan import advice
 from hvdtrain.records.metrics import Score
-from hvdtrain.strategies import Exchange
+from hvdtrain.strategies import Spec
 from hvdtrain.system import locks
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import observers
@@ -244,7 +244,7 @@ class Recorder:
         self._amend(metric={"primary": next(iter(declared)), "scores": declared})
 
     @_harmless
-    def chose(self, exchange: Exchange, reason: str) -> None:
+    def chose(self, exchange: Spec, reason: str) -> None:
         """Adds the strategy that `auto` has chosen to the manifest. The time that this took is not part of a step."""
         self._stepped = time.perf_counter()
         self._config = dataclasses.replace(self._config, strategy=str(exchange))

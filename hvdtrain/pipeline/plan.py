@@ -17,7 +17,7 @@ from hvdtrain.pipeline import partition
 from hvdtrain.pipeline.mesh import Mesh
 from hvdtrain.pipeline.partition import Partition
 from hvdtrain.pipeline.schedule import NUMBER_BYTES, Pipe, warm_up
-from hvdtrain.strategies import Exchange, Layout
+from hvdtrain.strategies import Layout, Spec
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
@@ -87,7 +87,7 @@ class Stages:
         """Whether a step goes through the model in micro-batches."""
         return self.mesh.stages > 1 or batch_plan.micro_batches(self.config) > 1
 
-    def check(self, exchange: Exchange) -> None:
+    def check(self, exchange: Spec) -> None:
         """Raise Failure (78) for a strategy or option that cannot be combined with stages or micro-batches."""
         if not self.parted:
             return

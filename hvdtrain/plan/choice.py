@@ -16,7 +16,7 @@ from hvdtrain.plan.prediction import EXACT_REDUCER, Host, Prediction, best, pred
 from hvdtrain.plan.profile import Profile, with_coding
 from hvdtrain.plan.simulation import Node
 from hvdtrain.strategies.automatic import Rule
-from hvdtrain.strategies.spec import Exchange, parse
+from hvdtrain.strategies.spec import Spec, parse
 from hvdtrain.system import cgroup
 from hvdtrain.system.exits import Failure
 
@@ -33,7 +33,7 @@ class Chosen(NamedTuple):
     reason: str
 
 
-def candidates(rule: Rule, config: TrainConfig) -> list[Exchange]:
+def candidates(rule: Rule, config: TrainConfig) -> list[Spec]:
     """Return the strategies that the rule allows and that run with the other options. Exact sums come first."""
     allowed = []
     for name in learning.candidates(config.optimizer):
@@ -53,7 +53,7 @@ def candidates(rule: Rule, config: TrainConfig) -> list[Exchange]:
 def choose(
     profile: Profile,
     ranks: Communicator,
-    exchanges: Sequence[Exchange],
+    exchanges: Sequence[Spec],
     global_batch: int,
     current: str | None = None,
     links: Sequence[Mapping[str, Any]] | None = None,
@@ -86,7 +86,7 @@ def _chosen(
     profile: Profile,
     facts: Sequence[Mapping[str, Any]],
     links: Sequence[Mapping[str, Any]],
-    exchanges: Sequence[Exchange],
+    exchanges: Sequence[Spec],
     global_batch: int,
     current: str | None,
 ) -> Chosen:

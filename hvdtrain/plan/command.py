@@ -19,7 +19,7 @@ from hvdtrain.plan.observe import global_batch
 from hvdtrain.plan.prediction import Host
 from hvdtrain.plan.profile import Profile
 from hvdtrain.plan.report import Plan
-from hvdtrain.strategies.spec import Exchange, parse
+from hvdtrain.strategies.spec import Spec, parse
 from hvdtrain.system import exits
 from hvdtrain.system.arguments import Parser
 from hvdtrain.system.exits import Failure
@@ -150,12 +150,12 @@ def rates_of(text: str) -> list[int]:
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
-def _wanted(options: Any) -> list[Exchange]:
+def _wanted(options: Any) -> list[Spec]:
     """Return the strategies of a plan. Raises Failure (78) for unknown names."""
     return [parse(name) for name in options.strategy or learning.SHOWN]
 
 
-def exchanges_of(options: Any, config: TrainConfig, made: Profile) -> tuple[list[Exchange], dict[str, str]]:
+def exchanges_of(options: Any, config: TrainConfig, made: Profile) -> tuple[list[Spec], dict[str, str]]:
     """Return the strategies to predict, and why others cannot run or be predicted. Raises Failure (78) if none can."""
     able, refused = [], dict[str, str]()
     for exchange in _wanted(options):
@@ -196,7 +196,7 @@ Cases = Mapping[str, Mapping[int, tuple[Sequence[Host], int]]]
 """Name of the network -> number of hosts -> the hosts, and the samples of a step"""
 
 
-def _plan(made: Profile, exchanges: Sequence[Exchange], one: tuple[Sequence[Host], int], cases: Cases) -> Plan:
+def _plan(made: Profile, exchanges: Sequence[Spec], one: tuple[Sequence[Host], int], cases: Cases) -> Plan:
     """Predict all cases. `one`: a single host."""
 
     def predictions(hosts: Sequence[Host], batch: int) -> list[prediction.Prediction]:
@@ -217,7 +217,7 @@ def _equal_hosts(
     options: Any,
     counts: Sequence[int] | None,
     rates: Sequence[int] | None,
-    exchanges: Sequence[Exchange],
+    exchanges: Sequence[Spec],
 ) -> Plan:
     """Plan for these numbers of equal hosts and these rates."""
     ranks = options.ranks_per_host
@@ -238,7 +238,7 @@ def _cluster(options: Any) -> list[Host]:
     return cluster
 
 
-def _measured_hosts(made: Profile, config: TrainConfig, cluster: Sequence[Host], exchanges: Sequence[Exchange]) -> Plan:
+def _measured_hosts(made: Profile, config: TrainConfig, cluster: Sequence[Host], exchanges: Sequence[Spec]) -> Plan:
     """Plan for the first hosts of -H, and say what the slowest one costs."""
 
     def case(hosts: Sequence[Host]) -> tuple[Sequence[Host], int]:

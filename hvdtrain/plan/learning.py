@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hvdtrain.strategies.spec import Exchange
+from hvdtrain.strategies.spec import Spec
 
 
 class Learning(NamedTuple):
@@ -65,6 +65,6 @@ def epochs_factor(batch: int, base: int, noise_scale: tuple[float, float | None]
     return least, most
 
 
-def of(exchange: Exchange, optimizer: str | None) -> Learning | None:
+def of(exchange: Spec, optimizer: str | None) -> Learning | None:
     """Return the record of a strategy; None if there is none."""
     return records(optimizer).get(str(exchange))

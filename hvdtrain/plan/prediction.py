@@ -14,7 +14,7 @@ from hvdtrain.plan.profile import Profile
 from hvdtrain.plan.simulation import Message, Node, Traffic, simulate, transfer_s
 from hvdtrain.strategies.algorithms.synchronous import buckets
 from hvdtrain.strategies.cost import Cost, Layout, Phase, elements
-from hvdtrain.strategies.spec import Exchange, component
+from hvdtrain.strategies.spec import Spec, component
 
 EXACT_REDUCER = "hierarchical"
 MOST_WASTE = 0.1
@@ -137,7 +137,7 @@ def _local_s(profile: Profile, host: Host) -> float:
     return (host.ranks - 1) * profile.coding_s.get(EXACT_REDUCER, 0.0)
 
 
-def predict(profile: Profile, exchange: Exchange, hosts: Sequence[Host], global_batch: int) -> Prediction:
+def predict(profile: Profile, exchange: Spec, hosts: Sequence[Host], global_batch: int) -> Prediction:
     """Predict a training step; see `unpredictable`."""
     ranks = sum(host.ranks for host in hosts)
     nodes = nodes_of(profile, hosts, global_batch / ranks)
@@ -145,7 +145,7 @@ def predict(profile: Profile, exchange: Exchange, hosts: Sequence[Host], global_
 
 
 def predicted(
-    profile: Profile, exchange: Exchange, hosts: Sequence[Host], nodes: Sequence[Node], global_batch: int
+    profile: Profile, exchange: Spec, hosts: Sequence[Host], nodes: Sequence[Node], global_batch: int
 ) -> Prediction:
     """Predict a training step of these nodes, which belong to the hosts."""
     ranks = sum(host.ranks for host in hosts)
@@ -178,7 +178,7 @@ def predicted(
     )
 
 
-def traffic_of(profile: Profile, exchange: Exchange, cost: Cost, hosts: Sequence[Host]) -> Traffic:
+def traffic_of(profile: Profile, exchange: Spec, cost: Cost, hosts: Sequence[Host]) -> Traffic:
     """Return the messages of a strategy's phases, with the time of coding that the profile measured.
 
     Coding takes time in proportion to the numbers coded, or to the bytes if numbers are sent as they are.
@@ -264,7 +264,7 @@ def best(predictions: Sequence[Prediction]) -> Prediction:
     return min(recorded or predictions, key=lambda each: each.ranking_s)
 
 
-def unpredictable(profile: Profile, exchange: Exchange) -> str | None:
+def unpredictable(profile: Profile, exchange: Spec) -> str | None:
     """Return why a strategy cannot be predicted from this profile; None if it can."""
     missing = set(reducers([exchange])) - set(profile.coding_s)
     if missing:
@@ -275,6 +275,6 @@ def unpredictable(profile: Profile, exchange: Exchange) -> str | None:
     return None
 
 
-def reducers(exchanges: Sequence[Exchange]) -> list[str]:
+def reducers(exchanges: Sequence[Spec]) -> list[str]:
     """Return the reducers whose cost of coding these strategies need."""
     return list(dict.fromkeys([EXACT_REDUCER, *(str(each.reducer) for each in exchanges if each.reducer)]))

@@ -17,7 +17,7 @@ from hvdtrain.plan.network import Link
 from hvdtrain.plan.prediction import Host
 from hvdtrain.plan.profile import MOST_PARAMETERS, Point, Positive, Profile, Samples, Seconds, Shapes
 from hvdtrain.strategies.cost import elements
-from hvdtrain.strategies.spec import Exchange, parse
+from hvdtrain.strategies.spec import Spec, parse
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
@@ -83,7 +83,7 @@ class Recorded(NamedTuple):
         return self.facts.config
 
     @property
-    def exchange(self) -> Exchange:
+    def exchange(self) -> Spec:
         return parse(self.config.strategy)
 
     @property
@@ -138,7 +138,7 @@ def read(folder: Path) -> Recorded:
     return Recorded(folder, manifest, facts, summary, step_s, compute_s, made)
 
 
-def as_profile(run: Recorded, exchanges: Sequence[Exchange]) -> Profile:
+def as_profile(run: Recorded, exchanges: Sequence[Spec]) -> Profile:
     """Return a profile whose prediction for the run's own hosts and strategy is the recorded step time.
 
     `exchanges`: what else will be predicted, with the costs of `coding.recorded`. The ratio of the recorded to the

@@ -23,12 +23,12 @@ from hvdtrain.strategies.replicas import CHOOSE as CHOOSE
 from hvdtrain.strategies.replicas import STOP as STOP
 from hvdtrain.strategies.replicas import Exchanged as Exchanged
 from hvdtrain.strategies.replicas import Vectors as Vectors
-from hvdtrain.strategies.spec import Exchange as Exchange
+from hvdtrain.strategies.spec import Spec as Spec
 from hvdtrain.strategies.spec import canonical as canonical
 from hvdtrain.strategies.spec import parse as parse
 
 
-def resolve(config: TrainConfig, links: Sequence[Mapping[str, Any]] = ()) -> Exchange:
+def resolve(config: TrainConfig, links: Sequence[Mapping[str, Any]] = ()) -> Spec:
     """Return the exchange that --strategy names; for `auto`, the one that serves until the model can be profiled.
 
     `links`: the result of `RankGroup.measure_links`, empty before the ranks have found each other. `plan.choice` uses

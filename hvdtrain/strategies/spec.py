@@ -42,7 +42,7 @@ class Component:
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
+class Spec:
     """A resolved strategy: the algorithm, its reducer and their settings. `str` returns the canonical string."""
 
     algorithm: Component | None
@@ -140,7 +140,7 @@ def timing(cost: Cost) -> str:
     return f" in {cost.hops:g} network latencies{overlap}"
 
 
-def parse(text: str) -> Exchange:
+def parse(text: str) -> Spec:
     """Resolve a strategy string. Raises Failure (78), which lists the valid names or settings."""
     if automatic.rule(text):
         raise error(text, "auto is not possible here; hint: name a strategy, see --strategy help")
@@ -151,14 +151,14 @@ def parse(text: str) -> Exchange:
     if issubclass(first.cls, Reducer):
         if len(words) > 1:
             raise error(text, f"{first.name} is a reducer; hint: use it alone or after the plus of an algorithm")
-        return Exchange(None, first)
+        return Spec(None, first)
     if not first.cls.capabilities.takes_reducer:
         if len(words) > 1:
             able = [name for name in registry.names(Strategy) if registry.lookup(name).capabilities.takes_reducer]
             raise error(text, f"{first.name} takes no reducer; hint: these do: {', '.join(able)}")
-        return Exchange(first, None)
+        return Spec(first, None)
     reducer = (words[1:] or [registry.DEFAULT_REDUCER])[0]
-    return Exchange(first, _component(text, reducer, registry.names(Reducer), "reducer"))
+    return Spec(first, _component(text, reducer, registry.names(Reducer), "reducer"))
 
 
 def canonical(text: str) -> str:
@@ -219,7 +219,7 @@ def read(hint: Any, text: str) -> Any:
     return hint(text)
 
 
-def error(exchange: Exchange | str, reason: str) -> Failure:
+def error(exchange: Spec | str, reason: str) -> Failure:
     return Failure(f"--strategy {exchange}: {reason}", exits.BAD_CONFIG)
 
 

@@ -26,7 +26,7 @@ from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.frameworks.flat_tensorflow import FlatVariables, aligned
 from hvdtrain.horovod_api import job
 from hvdtrain.observe.timing import Clock
-from hvdtrain.strategies import Exchange, Strategy
+from hvdtrain.strategies import Spec, Strategy
 from hvdtrain.strategies.algorithms.synchronous import buckets
 
 TAIL = 4
@@ -44,7 +44,7 @@ class Step:
     All ranks must make the same number of steps. With `average`, the sum over ranks is divided by their number.
     """
 
-    def __init__(self, exchange: Exchange, *, average: bool) -> None:
+    def __init__(self, exchange: Spec, *, average: bool) -> None:
         self.exchange = exchange
         self._divided = average and not exchange.capabilities.local_updates
         self._variables: list[Any] = []

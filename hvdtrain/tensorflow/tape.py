@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.horovod_api import job
 from hvdtrain.horovod_api.arguments import conflict
-from hvdtrain.strategies import Exchange
+from hvdtrain.strategies import Spec
 from hvdtrain.strategies.registry import DEFAULT_REDUCER
 from hvdtrain.tensorflow import api as horovod
 from hvdtrain.tensorflow import recorded
@@ -25,7 +25,7 @@ _steps: dict[tuple[Any, ...], Step] = {}
 class ExchangingTape(tf.GradientTape):
     """A tape whose `gradient` exchanges by a strategy."""
 
-    def __init__(self, tape: Any, plain: Any, exchange: Exchange, average: bool, scale_local: bool) -> None:
+    def __init__(self, tape: Any, plain: Any, exchange: Spec, average: bool, scale_local: bool) -> None:
         """`tape` has recorded the operations. `plain` is Horovod's tape, for sources that strategies do not support."""
         super().__init__(tape._persistent, tape._watch_accessed_variables)
         self._tape, self._plain = tape._tape, plain

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hvdtrain.comm.elastic import unsupported as unsupported_in_elastic_jobs
 from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.horovod_api import job, ranks
-from hvdtrain.strategies import Exchange, Strategy, parse
+from hvdtrain.strategies import Spec, Strategy, parse
 from hvdtrain.strategies.registry import DEFAULT_REDUCER
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -114,7 +114,7 @@ class Attached(Measuring):
         for model in self._targets:
             reading.watch(model, self)
 
-    def _unaveraged(self, exchange: Exchange) -> str:
+    def _unaveraged(self, exchange: Spec) -> str:
         """Why averaging the parameters would not average the model; empty if it does."""
         may_average = exchange.capabilities.local_updates or job.rule(self._chosen_strategy) is not None
         if may_average and hasattr(self, "train") and hasattr(self, "eval"):
@@ -144,7 +144,7 @@ class Attached(Measuring):
 
     step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # schedulers need not wrap it
 
-    def _use(self, exchange: Exchange, sparse: set[str]) -> None:
+    def _use(self, exchange: Spec, sparse: set[str]) -> None:
         """Once `auto` has chosen a reducer, DistributedDataParallel takes over, so that clipping sees the mean."""
         has_chosen = "_strategy" in self.__dict__ and not exchange.capabilities.local_updates
         if not has_chosen or not all(isinstance(model, DistributedDataParallel) for model in self._targets):

@@ -26,7 +26,7 @@ from hvdtrain.plan.choice import Chosen
 from hvdtrain.plan.prediction import EXACT_REDUCER, reducers
 from hvdtrain.plan.profile import Profile
 from hvdtrain.plan.steps import Script, Steps
-from hvdtrain.strategies import Exchange, automatic, parse
+from hvdtrain.strategies import Spec, automatic, parse
 from hvdtrain.strategies.algorithms.synchronous import buckets
 from hvdtrain.strategies.automatic import Rule
 from hvdtrain.system import exits
@@ -102,7 +102,7 @@ class Measuring(Exchanging):
 
     # --- the choice ---------------------------------------------------------------------------------------------
 
-    def _candidates(self) -> list[Exchange]:
+    def _candidates(self) -> list[Spec]:
         exchanges = choice.candidates(self._rule, TrainConfig(framework="torch"))
         return [each for each in exchanges if not conflict(each, op=self._op, compressed=False, all_ranks=True)]
 

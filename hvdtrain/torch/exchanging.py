@@ -19,7 +19,7 @@ import torch
 from hvdtrain.comm.arrays import to_host
 from hvdtrain.horovod_api import job, ranks
 from hvdtrain.observe.timing import Clock
-from hvdtrain.strategies import Exchange, Strategy, automatic
+from hvdtrain.strategies import Spec, Strategy, automatic
 from hvdtrain.torch import api as horovod
 from hvdtrain.torch.api import Average, Sum
 from hvdtrain.torch.overlap import Overlap
@@ -53,7 +53,7 @@ class Exchanging(Skipping):
     """Whether the script has loaded weights since the last step"""
 
     def _connect(
-        self, exchange: Exchange, named: dict[str, torch.nn.Parameter], *, average: bool, sparse_as_dense: bool
+        self, exchange: Spec, named: dict[str, torch.nn.Parameter], *, average: bool, sparse_as_dense: bool
     ) -> None:
         """Collective."""
         self._named = named
@@ -86,7 +86,7 @@ class Exchanging(Skipping):
         self._found_inf: bool | None = None
         """Whether GradScaler found that this rank's gradients are not finite; None without a GradScaler"""
 
-    def _use(self, exchange: Exchange, sparse: set[str]) -> None:
+    def _use(self, exchange: Spec, sparse: set[str]) -> None:
         """Exchange by this strategy from now on; see `_make`. Collective."""
         self._exchange, self._exchange_name = exchange, str(exchange)
         self._local = exchange.capabilities.local_updates

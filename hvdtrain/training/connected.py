@@ -17,7 +17,7 @@ from hvdtrain.pipeline.plan import Stages
 from hvdtrain.pipeline.schedule import Pipe
 from hvdtrain.plan.profile import Profile
 from hvdtrain.records.metrics import Metric
-from hvdtrain.strategies import Exchange, Strategy
+from hvdtrain.strategies import Spec, Strategy
 from hvdtrain.training import run_folder
 
 
@@ -77,7 +77,7 @@ class Connected:
     facts: Mapping[str, Any]
     """Shown before step 0"""
     loader: Loader
-    exchange: Exchange
+    exchange: Spec
     """The resolved --strategy"""
     strategy: Strategy | None
     """None for a model in stages until `staged` has partitioned it"""

@@ -25,7 +25,7 @@ from hvdtrain.config.options import TrainConfig
 from hvdtrain.data.loader import Loader
 from hvdtrain.plan.profile import Profile, as_json
 from hvdtrain.records.identity import differing
-from hvdtrain.strategies import Exchange
+from hvdtrain.strategies import Spec
 from hvdtrain.system import exits, files, locks
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import manifest, run_folder
@@ -34,7 +34,7 @@ from hvdtrain.training.connected import Connected
 from hvdtrain.training.train_state import Position
 
 
-def obstacle(launcher: str, exchange: Exchange, config: TrainConfig) -> tuple[str, str] | None:
+def obstacle(launcher: str, exchange: Spec, config: TrainConfig) -> tuple[str, str] | None:
     """Return which options prevent the job from continuing without lost hosts, and a hint; None if nothing does.
 
     Always None if the launcher does not expect the job to continue.
@@ -50,7 +50,7 @@ def obstacle(launcher: str, exchange: Exchange, config: TrainConfig) -> tuple[st
     return None
 
 
-def check(launcher: str, exchange: Exchange, config: TrainConfig) -> None:
+def check(launcher: str, exchange: Spec, config: TrainConfig) -> None:
     """Raise Failure (78) if the launcher expects the job to continue without lost hosts, and it cannot."""
     if found := obstacle(launcher, exchange, config):
         message = f"--elastic: a job with {found[0]} cannot continue without a lost host"

@@ -21,7 +21,7 @@ from hvdtrain.data.loader import Loader
 from hvdtrain.plan import choice, coding, pilot, profile
 from hvdtrain.plan.prediction import EXACT_REDUCER, reducers
 from hvdtrain.plan.profile import Probe, Profile
-from hvdtrain.strategies import Exchange, automatic, parse
+from hvdtrain.strategies import Spec, automatic, parse
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import elastic, resume
@@ -183,7 +183,7 @@ def noise_scale(job: Connected, model: Maker, initial: Maker) -> tuple[float, fl
         return None
 
 
-def candidates(job: Connected, rule: automatic.Rule) -> list[Exchange]:
+def candidates(job: Connected, rule: automatic.Rule) -> list[Spec]:
     """Return the strategies from which --strategy auto may choose for this job. Exact sums come first."""
     config, launcher = job.run.config, job.workload.environment.launcher
     return [each for each in choice.candidates(rule, config) if not elastic.obstacle(launcher, each, config)]

@@ -25,7 +25,7 @@ from hvdtrain.data.loader import Loader
 from hvdtrain.frameworks import resolve
 from hvdtrain.pipeline.plan import Stages
 from hvdtrain.pipeline.schedule import Pipe
-from hvdtrain.strategies import Exchange, Reducer, Strategy, automatic, catalog, registry, shares
+from hvdtrain.strategies import Reducer, Spec, Strategy, automatic, catalog, registry, shares
 from hvdtrain.strategies.cost import elements
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -111,7 +111,7 @@ class Workload(Described):
         sizes = [elements(self.model.vector_shapes(self.config.framework, layer.arrays)) for layer in self.model.layers]
         return Stages.of(self.config, self.environment, self.model.layers, sizes, self.model.title)
 
-    def _resolve(self, stages: Stages, links: Sequence[Mapping[str, Any]] = ()) -> Exchange:
+    def _resolve(self, stages: Stages, links: Sequence[Mapping[str, Any]] = ()) -> Spec:
         """Resolve --strategy. Raises Failure (78) if it cannot be combined with other options or with the stages."""
         exchange = strategies.resolve(self.config, links)
         stages.check(exchange)
@@ -170,7 +170,7 @@ class Workload(Described):
         return max((self.model.vector_shapes(self.config.framework, each) for each in names), key=elements)
 
     def _facts(
-        self, run: run_folder.Run, loader: Loader, stages: Stages, exchange: Exchange, used: Threads
+        self, run: run_folder.Run, loader: Loader, stages: Stages, exchange: Spec, used: Threads
     ) -> dict[str, Any]:
         """Return the facts that are shown before step 0."""
         config, parameters = self.config, run.model["parameters"]
@@ -189,7 +189,7 @@ class Workload(Described):
             facts["shares"] = summary.show_shares(run.plan.shares, loader.rank_samples)
         return facts
 
-    def _find_ranks(self, exchange: Exchange, stages: Stages, device: str) -> RankGroup:
+    def _find_ranks(self, exchange: Spec, stages: Stages, device: str) -> RankGroup:
         """Find the ranks through Horovod if it is the backend, otherwise through the launcher. Collective."""
         horovod = exchange.capabilities.backend == "horovod" and not stages.parted
         if horovod and self.environment.launcher == "torchrun":

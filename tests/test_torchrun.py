@@ -303,3 +303,62 @@ def test_a_module_is_a_script_too(tmp_path: Path) -> None:
 )
 def test_what_cannot_start_is_refused_before_any_login(words: list[str], code: int, said: str) -> None:
     refused("cli", "launch", "torchrun", *words, code=code, said=said, extra={"SLURM_JOB_NODELIST": ""})
+
+
+# --- the job's key ---------------------------------------------------------------------------------------------------
+
+SECRET = """import json, os, pathlib, socket, torch
+import hvdtrain.torch as hvd
+from hvdtrain.comm import signed_store
+hvd.init()
+key = signed_store.launchers_key()
+places = [*pathlib.Path("/proc").glob("[0-9]*/cmdline"), *pathlib.Path("/proc").glob("[0-9]*/environ")]
+seen = []
+for place in places:
+    try:
+        text = place.read_bytes()
+    except OSError:
+        continue
+    seen += [str(place)] if key in text or key.hex().encode() in text else []
+print(json.dumps({"sum": float(hvd.allreduce(torch.ones(1), op=hvd.Sum)), "key": key.hex(), "seen": seen,
+                  "host": socket.gethostname()}), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[Cluster]:
+    """Two virtual hosts that share neither home folders nor the checkout, none of which has a key of the user."""
+    made = Cluster(unique())
+    done = made.run("up", "--hosts", "a,b", "--own-files")
+    assert done.returncode == 0, done.stderr
+    try:
+        for host in "ab":
+            assert made.on(host, "rm", "-rf", str(Path.home() / ".config/hvdtrain")).returncode == 0
+        yield made
+    finally:
+        assert made.run("down").returncode == 0
+
+
+@pytest.mark.root
+@pytest.mark.slow
+def test_hosts_with_homes_of_their_own_get_a_key_for_the_job_that_nobody_sees(apart: Cluster, tmp_path: Path) -> None:
+    (script := tmp_path / "secret.py").write_text(SECRET)
+    keys = []
+    for _ in range(2):
+        done = apart.on("a", "hvdtrain", "launch", "torchrun", "-H", "a:1,b:1", "--strategy", "int8", str(script))
+        assert done.returncode == 0, done.stderr
+        ranks = [json.loads(line) for line in re.findall(r"\{.*?\}", done.stdout)]
+        assert sorted(rank["host"] for rank in ranks) == ["a", "b"] and {rank["sum"] for rank in ranks} == {2.0}
+        assert [rank["seen"] for rank in ranks] == [[], []] and ranks[0]["key"] not in done.stderr
+        keys += {rank["key"] for rank in ranks}
+    assert len({*keys}) == 2, "a key per job, the same on both hosts"
+    for host in "ab":
+        assert apart.on(host, "ls", "-A", str(Path.home() / ".config/hvdtrain")).returncode, "no file stays"
+        assert not apart.on(host, "grep", "-l", "hvdtrain-0-", "/proc/net/unix").stdout, "nothing listens any more"
+
+
+@pytest.mark.root
+def test_what_a_host_with_files_of_its_own_writes_stays_there(apart: Cluster) -> None:
+    for place in (Path.home() / unique(), ROOT.parent / unique()):
+        assert apart.on("b", "touch", str(place)).returncode == 0
+        assert not place.exists() and apart.on("a", "ls", str(place)).returncode

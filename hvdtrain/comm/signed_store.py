@@ -5,6 +5,8 @@ The ranks exchange nonces through the store and derive the job key from the nonc
 compute it from the contents of the store, and each job has a different one. From then on every message carries an HMAC
 under the job key. Hosts that share the home folder share the user's key; to other hosts the user copies it, as with an
 ssh key. On a single host whose home folder cannot be written, it is in the folder for temporary files.
+
+A launcher that has given the ranks a key for their job spares them the file (`torchrun.key`).
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
 USER_KEY = Path(".config", "hvdtrain", "key")
+LAUNCHERS_KEY = "HVDTRAIN_JOB_KEY_FD"
+"""Variable with the descriptor of the launcher's key, a file in memory (memfd_create(2)) that the rank has inherited"""
+MEMORY_FILE = "hvdtrain-key"
 
 
 class SignedRendezvous:
@@ -43,7 +48,7 @@ class SignedRendezvous:
             raise self._not_signed([len(nonce) == NONCE_BYTES for nonce in nonces].index(False))
         if nonces[self.rank] != own:  # nonces replayed from an earlier job would give its job key
             raise self._not_signed(self.rank)
-        key = user_key(one_host=store.local_size == store.size)
+        key = launchers_key() or user_key(one_host=store.local_size == store.size)
         self.job_key = auth.code(key, b"hvdtrain job", b"".join(nonces))
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
@@ -65,12 +70,22 @@ class SignedRendezvous:
         return Failure(
             f"rank {rank} does not have the key of {host}, ~/{USER_KEY}, or another program writes into the launcher's "
             "store; hint: if the hosts do not share the home folder, copy the key to each (ssh HOST mkdir -p "
-            f".config/hvdtrain; scp -p ~/{USER_KEY} HOST:{USER_KEY}), or start with launch/mpirun.sh",
+            f".config/hvdtrain; scp -p ~/{USER_KEY} HOST:{USER_KEY}), or start with `hvdtrain launch torchrun`",
             exits.NO_PERMISSION,
         )
 
     def shutdown(self) -> None:
         self._store.shutdown()
+
+
+def launchers_key() -> bytes | None:
+    """The launcher's key for this job. None if it has made none, or if this process has not inherited it."""
+    with contextlib.suppress(KeyError, ValueError, OSError):
+        descriptor = int(os.environ[LAUNCHERS_KEY])
+        file = Path(f"/proc/self/fd/{descriptor}").readlink()  # a program may have closed it, and used its number again
+        if file.name.startswith(f"memfd:{MEMORY_FILE} "):
+            return os.pread(descriptor, KEY_BYTES, 0)
+    return None
 
 
 def user_key(home: Path | None = None, *, one_host: bool = False) -> bytes:
@@ -96,7 +111,7 @@ def user_key(home: Path | None = None, *, one_host: bool = False) -> bytes:
         raise Failure(
             f"{path}: {getattr(error, 'strerror', None) or error}; ranks that use the launcher's store need a key "
             "there; hint: set HOME to a folder that you can write and that has this key on every host (docker run -e "
-            "HOME=...), or start with launch/mpirun.sh",
+            "HOME=...), or start with `hvdtrain launch torchrun` or launch/mpirun.sh",
             exits.NO_PERMISSION,
         ) from error
     private = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077

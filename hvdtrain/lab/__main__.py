@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import pwd
@@ -54,6 +55,7 @@ def parser() -> Parser:
     up.add_argument("--cpu-share", type=float, metavar="CORES", help="cores each host may use, e.g. 0.5 (default: all)")
     up.add_argument("--cpus", metavar="LIST", help="cores the hosts may run on, e.g. 0-1,3 (default: all)")
     up.add_argument("--rate", metavar="RATE", help="rate of every link, e.g. 10mbit (default: unlimited)")
+    up.add_argument("--own-files", action="store_true", help="hosts share neither the home folder nor the checkout")
 
     add("down", "remove a cluster and end all processes on its hosts (root); succeeds if there is none")
     add("status", "hosts, addresses, rates, CPU shares, processes", dry_run=False).add_argument(
@@ -100,6 +102,7 @@ def create(options: argparse.Namespace) -> int:
             cpus=options.cpus,
             rate=options.rate,
         )
+    cluster = dataclasses.replace(cluster, own_files=options.own_files)
     lifecycle.up(cluster, dry_run=options.dry_run)
     if options.dry_run:
         for words in limits(cluster):

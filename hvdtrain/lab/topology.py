@@ -82,6 +82,8 @@ class Cluster:
     hosts: tuple[Host, ...]
     user: str = "root"
     """The user who created the cluster. Only this user can log in to its hosts."""
+    own_files: bool = False
+    """Whether what a host writes below the home folder and beside the checkout stays on that host."""
 
     def __post_init__(self) -> None:
         check_cluster_name(self.name)
@@ -179,4 +181,4 @@ def _rates(keys: dict[str, Any]) -> dict[str, Any]:
 def from_json(document: Mapping[str, Any]) -> Cluster:
     """Read a cluster from a document made by dataclasses.asdict."""
     hosts = tuple(Host(**host) for host in document["hosts"])
-    return Cluster(name=document["name"], hosts=hosts, user=document["user"])
+    return Cluster(**{**document, "hosts": hosts})

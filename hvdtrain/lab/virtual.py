@@ -2,7 +2,7 @@
 
 A host has a network namespace with one cable (eth0) to the cluster's switch, and a UTS namespace with its own name. Its
 mount namespace shows the cluster's /etc/hosts, /etc/resolv.conf and /etc/ssh/ssh_config, so `ssh b` works on host a
-without a prompt or a flag. Files, processes and users are the machine's.
+without a prompt or a flag. Processes and users are the machine's, and so are files unless the cluster has `own_files`.
 
 The switch is a bridge in another network namespace. The cluster is therefore invisible in the machine's own network,
 clusters do not see each other, and removing the namespaces removes every interface, address and queue.
@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import pwd
 import re
 import shutil
 from pathlib import Path
@@ -29,7 +30,7 @@ from pathlib import Path
 from hvdtrain.lab import topology
 from hvdtrain.lab.topology import NETWORK, Cluster
 from hvdtrain.system import exits
-from hvdtrain.system.commands import Command, calling_user
+from hvdtrain.system.commands import CHECKOUT, Command, calling_user
 from hvdtrain.system.exits import Failure
 
 OF_SWEEP = re.compile("s[0-9a-f]{7}")
@@ -231,8 +232,35 @@ def host_commands(cluster: Cluster, host: str) -> list[Command]:
         [*enter, "mount", "--bind", str(here / "ssh" / "ssh_config"), "/etc/ssh/ssh_config"],
         [*enter, "mount", "--bind", str(here / "etc" / "pam"), "/etc/pam.d/sshd"],
         [*enter, "mount", "--bind", str(here / "hosts" / host), str(SELF)],
+        *([*enter, *words] for words in (file_commands(cluster, host) if cluster.own_files else [])),
         [*inside(cluster, host), *sshd],
     ]
+
+
+def file_commands(cluster: Cluster, host: str) -> list[Command]:
+    """Commands that give the host its own home folder and checkout's folder: the machine's, until it writes there.
+
+    It is a file system that keeps all changes in the host's folder (overlayfs, in the kernel's documentation).
+    """
+    home, beside = Path(pwd.getpwnam(cluster.user).pw_dir).resolve(), CHECKOUT.parent
+    places = [home] if beside.is_relative_to(home) else [home, beside]
+    commands: list[Command] = []
+    for number, place in enumerate(places):
+        changed, work = (folder(cluster.name) / "hosts" / host / "files" / str(number) / name for name in "cw")
+        commands += [
+            ["mkdir", "-p", str(changed), str(work)],
+            *([program, f"--reference={place}", str(changed)] for program in ("chown", "chmod")),
+            [
+                "mount",
+                "-t",
+                "overlay",
+                "overlay",
+                "-o",
+                f"lowerdir={place},upperdir={changed},workdir={work}",
+                str(place),
+            ],
+        ]
+    return commands
 
 
 def files(cluster: Cluster) -> dict[Path, str]:

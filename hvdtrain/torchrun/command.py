@@ -30,6 +30,7 @@ from hvdtrain.system.environment import left_out
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.hosts import Slots
 from hvdtrain.system.redaction import without_secrets
+from hvdtrain.torchrun import key
 
 PROGRAM = "hvdtrain launch torchrun"
 EXAMPLE = f"{PROGRAM} -H a:1,b:1 train.py"
@@ -92,8 +93,11 @@ def addresses_of(names: Sequence[str], nic: str | None) -> list[str]:
     return list(found)
 
 
-def make_plan(options: argparse.Namespace, found: Sequence[Slots], source: str) -> launch.Plan:
-    """What is started on each host, and with which settings. Raises Failure as `choose_interface` does."""
+def make_plan(options: argparse.Namespace, found: Sequence[Slots], source: str, job: str) -> launch.Plan:
+    """What is started on each host, and with which settings. Raises Failure as `choose_interface` does.
+
+    `job`: a word that differs between jobs.
+    """
     each, names = found[0].slots, [slot.host for slot in found]
     if len({slot.slots for slot in found}) != 1:
         what = f"{source} {hosts.as_argument(found)}: torchrun needs the same number of ranks on each host"
@@ -109,7 +113,8 @@ def make_plan(options: argparse.Namespace, found: Sequence[Slots], source: str) 
     chosen = [setting for setting in mpi.adapted(tuning.settings(link, MPI)) if setting.name in kept]
     port = FIRST_PORT + secrets.randbelow(PORTS)
     command = [sys.executable, "-m", "hvdtrain.torchrun.host", "--hosts", ",".join(addresses)]
-    command += ["--ranks", str(each), "--port", str(port), "--job", secrets.token_hex(4)]
+    command += ["--ranks", str(each), "--port", str(port), "--job", job]
+    command += ["--key"] if nic and not options.dry_run else []  # someone who pastes the command has no launcher
     command += ["--nic", options.nic] if options.nic else []
     command += [sys.executable, "-u", "-m", "hvdtrain.ddp"]
     command += ["--strategy", options.strategy] if options.strategy else []
@@ -133,7 +138,8 @@ def main(arguments: list[str]) -> int:
     options = parser().parse_args(arguments)
     strategy = checked(options)
     found, source = find_hosts(options, os.environ)
-    plan = make_plan(options, found, source)
+    job = secrets.token_hex(4)
+    plan = make_plan(options, found, source, job)
     total, names = sum(slot.slots for slot in found), ", ".join(slot.host for slot in found)
     over = f" over {plan.interface}" if plan.interface else ""
     say(f"{total} rank{'s' * (total > 1)} on {names}{over}, strategy {strategy}")
@@ -151,7 +157,10 @@ def main(arguments: list[str]) -> int:
         line = shlex.join(without_secrets(typed))
         inner |= launched_by.to_environment(line, launch.shown(plan), total, len(found))
     command = launch.mpirun_command(plan, list(inner)) if plan.interface else plan.command
-    return launch.run(plan, command, inner, options)
+    if options.dry_run or not plan.interface:
+        return launch.run(plan, command, inner, options)
+    with key.handed_over([slot.host for slot in plan.hosts], job):
+        return launch.run(plan, command, inner, options)
 
 
 def say(text: str) -> None:

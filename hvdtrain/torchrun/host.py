@@ -22,8 +22,10 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+from hvdtrain.comm.signed_store import LAUNCHERS_KEY, MEMORY_FILE
 from hvdtrain.system import cgroup, exits, net, proc
 from hvdtrain.system.exits import Failure
+from hvdtrain.torchrun import key
 
 PATIENCE_S = 120
 """How long a host waits for the store of the first one"""
@@ -39,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--ranks", required=True, type=int, help="ranks on each host")
     top.add_argument("--port", required=True, type=int, help="port of the store, which the first host serves")
     top.add_argument("--job", required=True, help="a word that differs between jobs")
+    top.add_argument("--key", action="store_true", help="the launcher hands over a key for the job")
     top.add_argument("--nic", help="interface between the hosts, where it exists")
     top.add_argument("command", nargs=argparse.REMAINDER)
     return top
@@ -84,6 +87,13 @@ def variables(options: argparse.Namespace, addresses: Sequence[str], here: int) 
     return {**defaults, **os.environ, **chosen}
 
 
+def memory_file(content: bytes) -> int:
+    """A descriptor of a file without a place on a disk."""
+    descriptor = os.memfd_create(MEMORY_FILE)
+    os.write(descriptor, content)
+    return descriptor
+
+
 class Ranks:
     """The ranks of this host."""
 
@@ -100,11 +110,12 @@ class Ranks:
         self._kill()
         os._exit(128 + number)
 
-    def start(self, command: Sequence[str], common: Mapping[str, str], first: int, count: int) -> None:
+    def start(self, command: Sequence[str], common: Mapping[str, str], first: int, count: int, *inherited: int) -> None:
+        """`inherited`: descriptors that the ranks keep."""
         for local in range(count):
             own = {"RANK": str(first + local), "ROLE_RANK": str(first + local), "LOCAL_RANK": str(local)}
             # A session of its own, because Open MPI sends signals to this process's group.
-            options: dict[str, Any] = {"start_new_session": True, "env": {**common, **own}}
+            options: dict[str, Any] = {"start_new_session": True, "env": {**common, **own}, "pass_fds": inherited}
             end = functools.partial(proc.end_with_parent, signal.SIGKILL)
             self._running.append(subprocess.Popen(command, preexec_fn=end, **options))
 
@@ -173,20 +184,23 @@ def main(arguments: list[str]) -> int:
     ranks = Ranks()
     here = place(addresses)
     shared = store(addresses[0], options.port, serves=not here)
-    common = variables(options, addresses, here)
+    common, inherited = variables(options, addresses, here), []
+    if options.key:
+        inherited = [memory_file(key.receive(options.job))]
+        common[LAUNCHERS_KEY] = str(inherited[0])
     if ranks.stopping:  # before there was anything to stop
         return 128 + signal.SIGTERM
-    ranks.start(options.command, common, here * options.ranks, options.ranks)
+    ranks.start(options.command, common, here * options.ranks, options.ranks, *inherited)
     codes = ranks.wait()
     if any(codes) and not ranks.stopping:
         return outcome(codes, stopped=False)
     # The first exit code but 0 makes mpirun end the other hosts, so only the first host returns one, after all others.
-    key = f"hvdtrain.ended/{options.job}"
+    ended = f"hvdtrain.ended/{options.job}"
     if here:
         with contextlib.suppress(RuntimeError):  # the first host has failed
-            shared.set(f"{key}/{here}", " ".join(map(str, [int(ranks.stopping), *codes])))
+            shared.set(f"{ended}/{here}", " ".join(map(str, [int(ranks.stopping), *codes])))
         return exits.OK
-    others = [f"{key}/{number}" for number in range(1, len(addresses))]
+    others = [f"{ended}/{number}" for number in range(1, len(addresses))]
     while not all(shared.check([name]) for name in others):
         time.sleep(POLL_S)
     answers = [[int(word) for word in shared.get(name).split()] for name in others]

@@ -87,6 +87,14 @@ examples:
 """
 
 
+HOSTS = """Make other hosts ready for a job.
+
+examples:
+  hvdtrain hosts prepare -H a:1,b:1 --dry-run
+  hvdtrain hosts prepare -H a:1,b:1
+"""
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """A module with `main(arguments)`, which returns the exit code, and `parser()`."""
@@ -175,6 +183,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation | Launcher]] = {
     ("launch", "mpirun"): ("start ranks with Open MPI's mpirun", Launcher("mpirun")),
     ("launch", "horovodrun"): ("start ranks with Horovod's horovodrun", Launcher("horovodrun")),
     ("launch", "torchrun"): ("start the ranks of a DDP script on all hosts", Part("torchrun.command")),
+    ("hosts", "prepare"): ("copy this environment and a folder to the other hosts", Part("launch.prepare")),
     ("slurm",): ("submit a job to Slurm that requeues itself and resumes", Part("launch.slurm")),
     ("build-horovod",): ("build and install Horovod for the installed frameworks", Part("launch.build_horovod")),
     ("data", "list"): ("list known data sets: size, licence, source", Part("data.listed")),
@@ -203,7 +212,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation | Launcher]] = {
     ("sweep",): ("run a grid of experiments, skip the finished ones", Part("sweep.__main__")),
     ("results",): ("tables, plots and reports from run folders", Part("results.__main__")),
 }
-GROUPS = {"train": TRAIN, "launch": LAUNCH, "data": DATA}
+GROUPS = {"train": TRAIN, "launch": LAUNCH, "hosts": HOSTS, "data": DATA}
 """Command groups and their help"""
 HELP: tuple[list[str], ...] = ([], ["--help"], ["-h"])
 

@@ -167,6 +167,20 @@ def cluster() -> Iterator[Cluster]:
         assert made.run("down").returncode == 0
 
 
+@pytest.fixture(scope="module")
+def apart() -> Iterator[Cluster]:
+    """Two virtual hosts that share neither home folders nor the checkout, none of which has a key of the user."""
+    made = Cluster(unique())
+    done = made.run("up", "--hosts", "a,b", "--own-files")
+    assert done.returncode == 0, done.stderr
+    try:
+        for host in "ab":
+            assert made.on(host, "rm", "-rf", str(Path.home() / ".config/hvdtrain")).returncode == 0
+        yield made
+    finally:
+        assert made.run("down").returncode == 0
+
+
 @pytest.fixture
 def half_core() -> Iterator[tuple[Path, list[str]]]:
     """A control group with a quota of half a core, and the words that start a command in it. Needs root."""

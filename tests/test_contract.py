@@ -213,6 +213,7 @@ DRY_RUN = {
     "launch mpirun": "-np 1 touch made",
     "launch horovodrun": "-np 1 touch made",
     "launch torchrun": "-H localhost:1 touch made",
+    "hosts prepare": "-H localhost:1",
     **dict.fromkeys(WORKLOADS, "--run-dir new"),
 }
 DRY_RUN_ELSEWHERE = {"data solar", "data vgg16", "cluster exec", "cluster shell"}
@@ -268,6 +269,7 @@ PATHS: dict[str, list[str]] = {
     ],
     "launch mpirun": ["--dry-run --hostfile @ true"],
     "launch horovodrun": ["--dry-run --hostfile @ true"],
+    "hosts prepare": ["--dry-run --hostfile @", "--dry-run -H localhost --folder @"],
 }
 PATHS_ELSEWHERE = {
     ("predict", "--weights"),

@@ -325,20 +325,6 @@ print(json.dumps({"sum": float(hvd.allreduce(torch.ones(1), op=hvd.Sum)), "key":
 """
 
 
-@pytest.fixture(scope="module")
-def apart() -> Iterator[Cluster]:
-    """Two virtual hosts that share neither home folders nor the checkout, none of which has a key of the user."""
-    made = Cluster(unique())
-    done = made.run("up", "--hosts", "a,b", "--own-files")
-    assert done.returncode == 0, done.stderr
-    try:
-        for host in "ab":
-            assert made.on(host, "rm", "-rf", str(Path.home() / ".config/hvdtrain")).returncode == 0
-        yield made
-    finally:
-        assert made.run("down").returncode == 0
-
-
 @pytest.mark.root
 @pytest.mark.slow
 def test_hosts_with_homes_of_their_own_get_a_key_for_the_job_that_nobody_sees(apart: Cluster, tmp_path: Path) -> None:

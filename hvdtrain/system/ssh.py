@@ -14,14 +14,16 @@ CONNECT_S = 5
 ALIVE_S = 5
 """Seconds between keep-alive messages. A connection ends after three unanswered ones."""
 
+FIXED = ("BatchMode=yes", f"ConnectTimeout={CONNECT_S}", f"ServerAliveInterval={ALIVE_S}", "LogLevel=ERROR")
+PROGRAM = ("ssh", *(part for option in FIXED for part in ("-o", option)))
+
 
 def command(host: str, words: Sequence[str], *options: str) -> Command:
     """Words that run a command on `host` without a prompt. `options` are further options of ssh.
 
     sshd passes the command to the user's login shell, so each word is quoted.
     """
-    fixed = ["BatchMode=yes", f"ConnectTimeout={CONNECT_S}", f"ServerAliveInterval={ALIVE_S}", "LogLevel=ERROR"]
-    return ["ssh", *(part for option in fixed for part in ("-o", option)), *options, "--", host, shlex.join(words)]
+    return [*PROGRAM, *options, "--", host, shlex.join(words)]
 
 
 def endpoint(host: str) -> tuple[str, int] | None:

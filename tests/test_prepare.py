@@ -1,0 +1,99 @@
+"""`hvdtrain hosts prepare` and `launch torchrun --sync`: what reaches another host, and what stays as it was."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Cluster, refused, unique
+
+pytestmark = [pytest.mark.root, pytest.mark.slow]
+PYTHON = str(Path(sys.executable).resolve())
+SCRIPT = "import json, socket, helper\nprint(json.dumps({'host': socket.gethostname(), 'value': helper.VALUE}))\n"
+FILES = {
+    "train.py": SCRIPT,
+    "helper.py": "VALUE = 1\n",
+    "-odd name\n.txt": "x",
+    ".gitignore": "data/\n",
+    "data/big.npy": "ignored",
+    "results/run/COMPLETE": "",
+}
+
+
+def write(cluster: Cluster, host: str, path: Path, text: str) -> None:
+    code = "import pathlib, sys; p = pathlib.Path(sys.argv[1]); p.parent.mkdir(parents=True, exist_ok=True); "
+    assert cluster.on(host, "python3", "-c", f"{code}p.write_text(sys.argv[2])", str(path), text).returncode == 0
+
+
+def tree(cluster: Cluster, host: str, folder: Path) -> dict[str, str]:
+    """The text of each file below a folder on a host, by name."""
+    code = "import json, pathlib, sys; top = pathlib.Path(sys.argv[1]); "
+    code += "print(json.dumps({str(p.relative_to(top)): p.read_text() for p in top.rglob('*') if p.is_file()}))"
+    return dict(json.loads(cluster.on(host, "python3", "-c", code, str(folder)).stdout))
+
+
+def prepare(cluster: Cluster, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return cluster.on("a", "hvdtrain", "hosts", "prepare", "-H", "a:1,b:1", "--folder", str(folder), *options)
+
+
+@pytest.fixture
+def project(apart: Cluster) -> Iterator[Path]:
+    """A folder with a script, on host a only."""
+    folder = Path.home() / unique()
+    for name, text in FILES.items():
+        write(apart, "a", folder / name, text)
+    assert apart.on("a", "git", "init", "-q", str(folder)).returncode == 0
+    yield folder
+    assert not folder.exists(), "hosts have files of their own"
+
+
+@pytest.mark.parametrize("tool", ["rsync", "tar"])
+def test_a_host_gets_what_it_lacks_and_keeps_what_it_has(apart: Cluster, project: Path, tool: str) -> None:
+    """Whichever program sends it. Afterwards a job of the script runs on both hosts."""
+    lost = Path(sys.prefix, "bin", "hvdtrain")
+    assert apart.on("b", "rm", str(lost)).returncode == 0
+    own = {"mine.txt": "b's own", "data/other": "b's data"}
+    for name, text in own.items():
+        write(apart, "b", project / name, text)
+    if tool == "tar":
+        assert apart.on("b", "mount", "--bind", "/dev/null", "/usr/bin/rsync").returncode == 0
+    try:
+        dry = prepare(apart, project, "--dry-run")
+        assert dry.returncode == 0 and "would copy" in dry.stdout, dry.stderr
+        assert tree(apart, "b", project) == own and apart.on("b", "ls", str(lost)).returncode
+        done = prepare(apart, project)
+        again = prepare(apart, project)
+    finally:
+        if tool == "tar":
+            apart.on("b", "umount", "/usr/bin/rsync")
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"{re.escape(sys.prefix)}: copied .* in 1 file$", done.stdout, re.MULTILINE), done.stdout
+    assert "what git ignores, results/" in done.stderr
+    # the third is the package, to which the environment refers
+    sent = {name: text for name, text in FILES.items() if not name.startswith(("data", "results"))}
+    assert tree(apart, "b", project) == sent | own
+    assert again.stdout.count("is the same as here") == len(again.stdout.splitlines()) == 3, again.stdout
+    job = apart.on("a", "env", f"--chdir={project}", "hvdtrain", "launch", "torchrun", "-H", "a:1,b:1", "train.py")
+    ranks = [json.loads(line) for line in re.findall(r"\{.*?\}", job.stdout)]
+    assert {rank["host"]: rank["value"] for rank in ranks} == {"a": 1, "b": 1}, job.stderr
+
+
+def test_a_host_without_the_same_python_gets_nothing_but_the_way_to_it(apart: Cluster, project: Path) -> None:
+    assert apart.on("b", "mount", "--bind", "/dev/null", PYTHON).returncode == 0
+    try:
+        done = prepare(apart, project)
+    finally:
+        apart.on("b", "umount", PYTHON)
+    assert done.returncode == 1 and re.search(r"b: .*python.* is missing, not Python .*hint: .*make", done.stdout)
+    assert apart.on("b", "ls", str(project)).returncode
+
+
+def test_a_home_folder_is_never_copied() -> None:
+    for folder in ("/", str(Path.home())):
+        words = ("-H", "localhost:1,192.0.2.1:1", "--folder", folder)
+        refused("cli", "hosts", "prepare", *words, code=2, said="a folder of its own")

@@ -93,6 +93,20 @@ def test_a_host_without_the_same_python_gets_nothing_but_the_way_to_it(apart: Cl
     assert apart.on("b", "ls", str(project)).returncode
 
 
+def test_a_job_with_sync_runs_what_the_launchers_host_has(apart: Cluster, project: Path) -> None:
+    """Also after a change there. What the copies leave out stays as it is on each host."""
+    launch = ["hvdtrain", "launch", "torchrun", "-H", "b:1,a:1", "--sync", "train.py"]
+    write(apart, "b", project / "data/other", "b's data")
+    for value in (1, 2):
+        write(apart, "a", project / "helper.py", f"VALUE = {value}\n# {value}{value * ' '}\n")
+        job = apart.on("a", "env", f"--chdir={project}", *launch)
+        ranks = [json.loads(line) for line in re.findall(r"\{.*?\}", job.stdout)]
+        assert {rank["host"]: rank["value"] for rank in ranks} == {"a": value, "b": value}, job.stderr
+        assert "left out are what git ignores, results/" in job.stderr
+    there = tree(apart, "b", project)
+    assert there["data/other"] == "b's data" and not {"data/big.npy", "results/run/COMPLETE"} & there.keys()
+
+
 def test_a_home_folder_is_never_copied() -> None:
     for folder in ("/", str(Path.home())):
         words = ("-H", "localhost:1,192.0.2.1:1", "--folder", folder)

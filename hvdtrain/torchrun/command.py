@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain.launch import __main__ as launch
-from hvdtrain.launch import launched_by, tuning
+from hvdtrain.launch import launched_by, prepare, tuning
 from hvdtrain.launch.link import address_of, choose_interface, find_hosts, network_of
 from hvdtrain.launch.mpi import Mpi
 from hvdtrain.launch.mpi import find as find_mpi
@@ -55,6 +55,7 @@ def parser() -> Parser:
     add("--nic", metavar="DEVICE", help="network interface between the hosts (default: from the route)")
     add("--strategy", metavar="S", help="(default: HVDTRAIN_STRATEGY, or exact sums)")
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="also pass this variable to other hosts")
+    add("--sync", action="store_true", help="first copy the script's folder to the other hosts")
     launch.add_grace(top)
     add("--dry-run", action="store_true", help="print the command and start nothing")
     add("-m", action="store_true", dest="module", help="SCRIPT names a module")
@@ -133,6 +134,15 @@ def make_plan(options: argparse.Namespace, found: Sequence[Slots], source: str, 
     )
 
 
+def sync(options: argparse.Namespace, plan: launch.Plan) -> None:
+    """Bring the script's folder to the other hosts. Raises Failure as `prepare.sources` and `prepare.copy` do."""
+    folder = Path.cwd() if options.module else Path(options.script[0]).absolute().parent
+    files, line = prepare.sources(folder)
+    say(line)
+    for name in prepare.others([slot.host for slot in plan.hosts]):
+        say(prepare.copy(name, folder, files))
+
+
 def main(arguments: list[str]) -> int:
     """Return the job's exit code. Raises Failure (2, 69, 78) for what cannot be started."""
     options = parser().parse_args(arguments)
@@ -152,11 +162,14 @@ def main(arguments: list[str]) -> int:
     typed += [
         word for name in ("nic", "strategy") if (value := getattr(options, name)) for word in (f"--{name}", value)
     ]
+    typed += ["--sync"] if options.sync else []
     typed += [word for name in plan.passed for word in ("-x", name)]
     if not options.dry_run:
         line = shlex.join(without_secrets(typed))
         inner |= launched_by.to_environment(line, launch.shown(plan), total, len(found))
     command = launch.mpirun_command(plan, list(inner)) if plan.interface else plan.command
+    if options.sync and not options.dry_run:
+        sync(options, plan)
     if options.dry_run or not plan.interface:
         return launch.run(plan, command, inner, options)
     with key.handed_over([slot.host for slot in plan.hosts], job):

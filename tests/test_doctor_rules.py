@@ -150,3 +150,18 @@ def test_what_interfaces_say_is_compared_with_the_rate_and_with_other_interfaces
     eth0, ib0 = host["interfaces"][1:]
     assert "--nic ib0" in host_checks.interfaces("b", host, eth0, None, True).fix
     assert "--nic" not in host_checks.interfaces("b", host, ib0, None, True).fix
+
+
+def test_wifi_a_vpn_and_wsl_are_named_with_what_to_do() -> None:
+    def found(wsl: bool = False, **other: Any) -> list[tuple[str, str, str]]:
+        nics = [{**each, "mtu_bytes": 1280, "kind": "cable"} for each in NICS]
+        nics[1] |= other
+        host = facts(interfaces=nics, wsl=wsl)
+        return [(each.name, each.status, each.fix) for each in host_checks.medium("b", host, nics[1])]
+
+    assert found() == []
+    assert found(kind="wifi") == [("medium", "warn", "choose the cable with --nic ib0")]
+    assert found(kind="vpn") == [("medium", "ok", "")]
+    assert found(wsl=True) == []  # 10.0.0.2: mirrored
+    ((name, status, fix),) = found(wsl=True, address="172.29.3.4")
+    assert (name, status) == ("wsl", "warn") and "networkingMode=mirrored" in fix

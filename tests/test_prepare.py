@@ -93,6 +93,18 @@ def test_a_host_without_the_same_python_gets_nothing_but_the_way_to_it(apart: Cl
     assert apart.on("b", "ls", str(project)).returncode
 
 
+def test_what_the_doctor_says_to_a_host_that_lacks_the_folder_is_a_line_to_paste(apart: Cluster, project: Path) -> None:
+    def doctor() -> dict[tuple[str, str], str]:
+        done = apart.on("a", "env", f"--chdir={project}", "hvdtrain", "doctor", "-H", "a:1,b:1", "--quick", "--json")
+        checks = json.loads(done.stdout)["checks"]
+        return {(check["name"], check["where"]): check["fix"] for check in checks if check["status"] == "fail"}
+
+    fixes = doctor()
+    assert fixes.keys() == {("code", "b")}
+    assert apart.on("a", "env", f"--chdir={project}", *fixes["code", "b"].split()).returncode == 0
+    assert doctor() == {}
+
+
 def test_a_job_with_sync_runs_what_the_launchers_host_has(apart: Cluster, project: Path) -> None:
     """Also after a change there. What the copies leave out stays as it is on each host."""
     launch = ["hvdtrain", "launch", "torchrun", "-H", "b:1,a:1", "--sync", "train.py"]

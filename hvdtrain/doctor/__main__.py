@@ -318,6 +318,7 @@ def examine_host(slot: Slots, hosts: Hosts, used: Mapping[str, Any] | None) -> N
         report.add(host_checks.clock(host, hosts.clocks[host]))
     report.add(host_checks.name_resolution(host, facts, used, hosts.several))
     report.add(host_checks.interfaces(host, facts, used, hosts.options.nic, hosts.several))
+    report.add(*(host_checks.medium(host, facts, used) if hosts.several else []))
     report.add(*host_checks.throttled(host, facts))
     report.add(host_checks.disk(host, facts))
     if slot.slots:

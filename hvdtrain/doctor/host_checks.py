@@ -14,6 +14,7 @@ DISK_LEAST_BYTES = 200e6
 DISK_ENOUGH_BYTES = 2e9
 """Enough for a run of ResNet-34 with its checkpoints."""
 SKEW_MOST_S = 1.0
+NAT_OF_WSL = ipaddress.ip_network("172.16.0.0/12")
 OWN_LAUNCHERS = "`hvdtrain launch torchrun` and launch/mpirun.sh"
 
 
@@ -109,6 +110,31 @@ def interfaces(where: str, facts: Facts, used: Mapping[str, Any] | None, nic: st
     return Check(name="nic", status=WARN, where=where, what=what, fix=f"pin it: {pin}", facts=data)
 
 
+def medium(where: str, facts: Facts, used: Mapping[str, Any] | None) -> list[Check]:
+    """Find what a computer at home may have instead of a cable to the others: Wi-Fi, a VPN, WSL2's own network."""
+    if used is None:
+        return []
+    name, kind, checks = used["name"], used.get("kind"), []
+    data = {"used": name, "kind": kind}
+    if kind == "wifi":
+        cabled = [entry for entry in candidates(facts) if entry["carrier"] and entry.get("kind") == "cable"]
+        what = f"data goes over Wi-Fi ({name}), whose rate changes and which both directions share"
+        fix = (
+            f"choose the cable with --nic {cabled[0]['name']}"
+            if cabled
+            else "use a cable, or a strategy that sends seldom"
+        )
+        checks.append(Check(name="medium", status=WARN, where=where, what=what, fix=fix, facts=data))
+    elif kind == "vpn":
+        what = f"data goes through a VPN ({name}, MTU {used['mtu_bytes']}), which encrypts it on the processor"
+        checks.append(Check(name="medium", status=OK, where=where, what=what, facts=data))
+    if facts.get("wsl") and ipaddress.ip_address(used["address"]) in NAT_OF_WSL:
+        what = f"WSL2 has a network of its own ({used['address']}), which other machines cannot reach"
+        fix = "in Windows add networkingMode=mirrored below [wsl2] in %UserProfile%\\.wslconfig, then: wsl --shutdown"
+        checks.append(Check(name="wsl", status=WARN, where=where, what=what, fix=fix, facts=data))
+    return checks
+
+
 def same_mtu(used: Mapping[str, Mapping[str, Any]]) -> list[Check]:
     """Compare the MTUs of the interfaces that carry the data, by host: a link drops frames that one end cannot take."""
     sizes = {host: nic["mtu_bytes"] for host, nic in used.items() if nic["mtu_bytes"]}
@@ -178,8 +204,7 @@ def same_environment(where: str, facts: Facts, here: Facts, python: str) -> Chec
     remote, local = facts["environment"], here["environment"]
     if remote is None:
         what = f"{python} does not exist or does not run"
-        fix = "create the same environment at the same path there: make setup in the same folder"
-        return Check(name="versions", status=FAIL, where=where, what=what, fix=fix)
+        return Check(name="versions", status=FAIL, where=where, what=what, fix=_prepare(where))
     local_versions = {"python": local["python"], **local["packages"]} if local else {}
     remote_versions = {"python": remote["python"], **remote["packages"]}
     differ = {
@@ -196,7 +221,7 @@ def same_environment(where: str, facts: Facts, here: Facts, python: str) -> Chec
         what = "; ".join(
             f"{name} {v['there'] or 'missing'} there, {v['here'] or 'missing'} here" for name, v in differ.items()
         )
-        fix = "run make setup there, in the same checkout"
+        fix = f"{_prepare(where)}, or make setup there, in the same checkout"
         return Check(name="versions", status=FAIL, where=where, what=what, fix=fix, facts=differ)
     return Check(name="versions", status=OK, where=where, what="Python and packages are the same as here", facts={})
 
@@ -205,18 +230,21 @@ def same_code(where: str, facts: Facts, here: Facts, folder: str) -> Check:
     """Compare the checkout with this machine's, by file content, because a host may not have git."""
     if facts["folder"] is None:
         what = f"no folder {folder}, but the job starts in the same folder on every host"
-        fix = "copy or mount the checkout there"
-        return Check(name="code", status=FAIL, where=where, what=what, fix=fix)
+        return Check(name="code", status=FAIL, where=where, what=what, fix=_prepare(where))
     remote, local = facts["code"], here["code"]
     if remote is None:
-        fix = "copy the checkout there, or pip install it"
-        return Check(name="code", status=FAIL, where=where, what="the package hvdtrain is not installed", fix=fix)
+        what = "the package hvdtrain is not installed"
+        return Check(name="code", status=FAIL, where=where, what=what, fix=_prepare(where))
     data = {"there": remote, "here": local}
     if local and remote["sha256"] != local["sha256"]:
         what = f"the code differs: {_commit(remote)} there, {_commit(local)} here"
-        fix = f"bring both to the same commit (git pull, git stash), or copy {folder} there"
+        fix = f"{_prepare(where)}, or bring both to the same commit (git pull, git stash)"
         return Check(name="code", status=FAIL, where=where, what=what, fix=fix, facts=data)
     return Check(name="code", status=OK, where=where, what=f"same code as here ({_commit(remote)})", facts=data)
+
+
+def _prepare(where: str) -> str:
+    return f"hvdtrain hosts prepare -H {where}:1"
 
 
 def _commit(code: Mapping[str, Any]) -> str:

@@ -194,7 +194,9 @@ def _by_tar(host: str, folder: Path, names: bytes) -> int:
 
 
 def _size(count: float) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+    if count >= 1e9:
+        return f"{count / 1e9:.2f} GB"
+    return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
 
 
 def others(names: Sequence[str]) -> list[str]:

@@ -76,7 +76,8 @@ def interfaces() -> list[dict[str, typing.Any]]:
                 continue  # no IPv4 address
             if not flags & 0x8:  # IFF_LOOPBACK
                 state = {"up": bool(flags & 0x1), "carrier": bool(flags & 0x40)}
-                hardware = pathlib.Path("/sys/class/net", name, "device").exists()  # others claim any speed
+                about = pathlib.Path("/sys/class/net", name)
+                hardware = (about / "device").exists()  # others claim any speed
                 result.append(
                     {
                         "name": name,
@@ -84,9 +85,19 @@ def interfaces() -> list[dict[str, typing.Any]]:
                         **state,
                         "mtu_bytes": _number(name, "mtu"),
                         "speed_mbit": _number(name, "speed") if hardware else None,
+                        "kind": _kind(about, hardware),
                     }
                 )
     return result
+
+
+def _kind(about: pathlib.Path, hardware: bool) -> str | None:
+    """What an interface is: wifi, vpn (WireGuard, or a tunnel as Tailscale and OpenVPN make it) or cable."""
+    if (about / "wireless").exists() or (about / "phy80211").exists():
+        return "wifi"
+    if (about / "tun_flags").exists() or "wireguard" in (about / "uevent").read_text():
+        return "vpn"
+    return "cable" if hardware else None
 
 
 def _number(interface: str, name: str) -> int | None:
@@ -140,6 +151,7 @@ def facts(python: str, packages: list[str], folder: str, run_folder: str, needed
         "interfaces": interfaces(),
         "ssh_connection": os.environ.get("SSH_CONNECTION", "").split(),
         "cores": process_cores(),
+        "wsl": "microsoft" in os.uname().release.lower(),
         "disk": disk(pathlib.Path(folder, run_folder)),
         "folder": here,
         "missing": [program for program in needed if shutil.which(program) is None],

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import LIMIT_S, ROOT, Cluster, environment, finished, refused, unique, until
+from conftest import LIMIT_S, ROOT, Cluster, environment, failing, finished, refused, unique, until
 
 from hvdtrain.system import proc
 from hvdtrain.system.environment import left_out
+from hvdtrain.torchrun import key
 from hvdtrain.torchrun.host import outcome
 
 LAUNCH = [sys.executable, "-m", "hvdtrain.cli", "launch", "torchrun"]
@@ -348,3 +349,58 @@ def test_what_a_host_with_files_of_its_own_writes_stays_there(apart: Cluster) ->
     for place in (Path.home() / unique(), ROOT.parent / unique()):
         assert apart.on("b", "touch", str(place)).returncode == 0
         assert not place.exists() and apart.on("a", "ls", str(place)).returncode
+
+
+ASK = """import socket, sys
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.connect("\\0hvdtrain-0-" + sys.argv[1])
+    print(len(connection.recv(64)))
+"""
+SQUAT = """import socket, sys
+with socket.socket(socket.AF_UNIX) as listener:
+    listener.bind("\\0hvdtrain-0-" + sys.argv[1])
+    listener.listen()
+    print("bound", flush=True)
+    while True:
+        listener.accept()[0].sendall(bytes(32))
+"""
+OTHER_USER = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3", "-c"]
+
+
+@contextlib.contextmanager
+def serving(job: str, secret: bytes) -> Iterator[subprocess.Popen[bytes]]:
+    server = subprocess.Popen([sys.executable, "-I", "-S", "-c", key.PROGRAM], stdin=subprocess.PIPE)
+    assert server.stdin is not None
+    try:
+        server.stdin.write(json.dumps({"job": job, "key": secret.hex()}).encode() + b"\n")
+        server.stdin.flush()
+        yield server
+    finally:
+        server.kill()
+        server.wait()
+        server.stdin.close()
+
+
+@pytest.mark.root
+def test_a_key_is_for_one_process_of_the_same_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user gets nothing, and cannot give a key of its own. Nothing serves a job whose launcher is gone."""
+    job, secret = unique(), bytes(range(32))
+    with serving(job, secret) as server:
+        until(lambda: f"@hvdtrain-0-{job}" in Path("/proc/net/unix").read_text())
+        assert finished([*OTHER_USER, ASK, job]).stdout == "0\n"
+        assert key.receive(job) == secret
+        assert server.wait(LIMIT_S) == 0
+    with serving(job, secret) as server:
+        until(lambda: f"@hvdtrain-0-{job}" in Path("/proc/net/unix").read_text())
+        assert server.stdin is not None
+        server.stdin.close()
+        assert server.wait(LIMIT_S) == 0
+    monkeypatch.setattr(key, "PATIENCE_S", 0.5)
+    squatter = subprocess.Popen([*OTHER_USER, SQUAT, job], stdout=subprocess.PIPE)
+    try:
+        assert squatter.stdout is not None and squatter.stdout.readline() == b"bound\n"
+        with failing(69, "did not get the job's key"):
+            key.receive(job)
+    finally:
+        squatter.kill()
+        squatter.communicate()

@@ -30,6 +30,7 @@ COMMANDS = {
     f"hvdtrain launch horovodrun -np 2 -H localhost:2 python -m hvdtrain.resnet --seed 1 {RUN} results/b": (),
     f"mpirun -np 2 python -m hvdtrain.resnet --seed 2 {RUN} results/c": (),
     "hvdtrain launch torchrun --dry-run -H localhost:2 --strategy powersgd train.py": (),
+    "hvdtrain hosts prepare --dry-run -H localhost:2": (),
     "hvdtrain slurm --dry-run -N 2 -- true": (),
     "hvdtrain build-horovod torch --print-key": (),
     "hvdtrain data list": (),

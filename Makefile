@@ -79,7 +79,7 @@ docs:  ## build the documentation site into site/, which opens offline
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
 		--constraint tools/constraints.txt --editable '.[docs]'
 	.venv/bin/python tools/docs_reference.py
-	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build
 
 gpu-check:  ## run the GPU tests, no network needed: PYTHON=python3 WHEELS=dir
 	@tools/gpu_check.sh $(WHEELS)

@@ -15,7 +15,7 @@ ROOT_PAGES = {
     "CHANGELOG.md": "project/changelog.md",
     "SECURITY.md": "concepts/security.md",
 }
-LINK = re.compile(r"\[([^\]\n]*)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"\[([^\]]*)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:

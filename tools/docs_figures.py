@@ -266,7 +266,7 @@ def panels(
 
 
 def stages(theme: str) -> str:
-    found = rows("benchmarks/stages.md", "strategy")
+    found = rows("guides/large-models.md", "strategy")
     shown = {
         "exact sums (`hierarchical`)": ("exact sums", ORANGE),
         "`torch.distributed.pipelining` on Gloo": ("torch's pipelining", ORANGE),

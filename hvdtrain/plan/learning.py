@@ -2,7 +2,7 @@
 
 Steps: steps to a target accuracy relative to exact sums or to one host with the same global batch, as an interval over
 seeds and tables (strategies.md, four-hosts.md). They were counted in whole evaluations, so a tenth either way is noise.
-Loss: how much lower the final accuracy was, in points (final-accuracy.md, ten seeds; Muon: four). All records are of
+Loss: how much lower the final accuracy was, in points (four-hosts.md, ten seeds; Muon: four). All records are of
 ResNet-34 at width 0.25 on small images: another model may learn differently. A strategy without a record is not chosen
 by `--strategy auto`.
 """

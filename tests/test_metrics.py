@@ -160,7 +160,7 @@ def test_results_show_and_judge_it_so(line: Path, capsys: pytest.CaptureFixture[
         main(["report", str(line), "--target", "rms=1", "-o", str(line / "r.html")])
     assert main(["show", str(line)]) == 0
     assert "R2" in capsys.readouterr().out
-    assert main(["plot", "accuracy", str(line), "-o", str(line / "f.svg")]) == 0
+    assert main(["plot", "accuracy-time", str(line), "-o", str(line / "f.svg")]) == 0
     assert (line / "f.svg").stat().st_size
 
 

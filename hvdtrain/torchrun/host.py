@@ -178,6 +178,14 @@ def outcome(codes: Sequence[int], *, stopped: bool) -> int:
 
 
 def main(arguments: list[str]) -> int:
+    """Start the ranks of this host, and return the job's exit code on the first one. Raises Failure (69)."""
+    try:
+        return run(arguments)
+    finally:  # the launcher repeats its signal, and while Python ends, its handlers are gone before the process is
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def run(arguments: list[str]) -> int:
     options = parser().parse_args(arguments)
     addresses = options.hosts.split(",")
     proc.rename("hvdhost")  # by which the launcher tells it from a rank

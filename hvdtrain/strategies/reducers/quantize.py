@@ -198,6 +198,6 @@ class Int8(Reducer):
 
 
 class Int4(Int8):
-    """All numbers in 4 bits, an eighth of the bytes."""
+    """All numbers in 4 bits, a seventh of the bytes."""
 
     bits = 4

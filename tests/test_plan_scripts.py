@@ -104,6 +104,7 @@ def unequal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.mark.root
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_plan_times_the_step_on_every_host_and_the_slowest_decides(tmp_path: Path, unequal: Cluster) -> None:
     (tmp_path / "short.py").write_text(SHORT)
     hvdtrain = [sys.executable, "-m", "hvdtrain.cli", "plan"]
@@ -112,7 +113,7 @@ def test_a_plan_times_the_step_on_every_host_and_the_slowest_decides(tmp_path: P
     for planned in (["resnet", *small], [str(tmp_path / "short.py")]):
         found = document(unequal.on("a", *hvdtrain, *planned, *words))
         two = found["networks"][0]["hosts"][-1]["predictions"][0]
-        assert two["step_s"] > two["computing_s"] > found["one_host"]["step_s"]
+        assert two["step_s"] > two["computing_s"] > 1.1 * found["one_host"]["step_s"]
         assert any(note.startswith("host b is the slowest") for note in found["notes"]), found["notes"]
     (tmp_path / "short.py").write_text("1 / 0")
     done = unequal.on("a", *hvdtrain, str(tmp_path / "short.py"), *words)

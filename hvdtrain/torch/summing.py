@@ -1,4 +1,4 @@
-"""Sums the gradients of a DistributedDataParallel model by a strategy, in place of DDP's own reducer.
+"""Sums the gradients of a DistributedDataParallel model by a strategy, instead of DDP's own reducer.
 
 DDP asks its reducer to expect gradients in each forward pass whose backward pass is to be synchronized. `Expecting`
 takes that place, so `no_sync`, Join and the flags that trainers set keep their meaning. Gradients are sent while
@@ -30,7 +30,7 @@ class Expecting:
     """Stands for a model's C++ reducer, which never sums anything."""
 
     def __init__(self, model: DistributedDataParallel, sums: Summing | None) -> None:
-        """`sums`: sums the model's gradients; None: nobody does."""
+        """`sums`: sums the model's gradients; None leaves them unsummed."""
         self._reducer, self._model, self.sums = model.reducer, weakref.ref(model), sums
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
@@ -77,7 +77,7 @@ class Expecting:
 
 
 class PassOverlap(Overlap):
-    """Sends gradients during the passes that DDP synchronizes, in which nobody but backward changes them."""
+    """Sends gradients during the passes that DDP synchronizes, in which only backward changes them."""
 
     def __init__(
         self, buckets: Sequence[range], parameters: Sequence[torch.nn.Parameter], send: Callable[[int], None]
@@ -170,7 +170,7 @@ class Summing:
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     def finish(self) -> None:
-        """Sum what was not sent during backward. Collective."""
+        """Sum the gradients that were not sent during backward. Collective."""
         if self._waits is not None:
             self._waits = None
             self._exchange()
@@ -236,7 +236,7 @@ _models = weakref.WeakSet[DistributedDataParallel]()
 
 
 def sum_gradients(model: DistributedDataParallel, strategy: str | None) -> None:
-    """From now on a strategy sums the model's gradients; None: nobody does. Collective."""
+    """From now on a strategy sums the model's gradients; None leaves them unsummed. Collective."""
     sums = None if strategy is None else Summing(model, strategy)
     if isinstance(model.reducer, Expecting):
         model.reducer.sums = sums

@@ -1,9 +1,9 @@
 """The ranks of one host, for `hvdtrain launch torchrun`, which starts this module once on each host.
 
-Ranks get torchrun's variables, and as under torchrun a store that outlives them. The module differs from torchrun's
-agent in what it is told and in how it ends. Hosts are known by the launcher's addresses, so that nobody resolves a
-host's own name. SIGUSR1, to which the launcher turns every signal because Open MPI forwards it without a deadline,
-becomes one SIGTERM for each rank. Ranks then have as long as the launcher waits, and their exit codes decide its own.
+Ranks get torchrun's variables, and as under torchrun a store that outlives them. Two things differ from torchrun's
+agent. The launcher passes the addresses of all hosts, so no host name is resolved. And SIGUSR1, to which the launcher
+turns every signal because Open MPI forwards it without a deadline, becomes one SIGTERM for each rank. Ranks then have
+as long as the launcher waits, and their exit codes decide its own.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def place(addresses: Sequence[str]) -> int:
         if net.is_own(address):
             return number
     what = f"host {socket.gethostname()} has none of the addresses {', '.join(addresses)}"
-    raise Failure(f"{what}; hint: name the hosts in -H by addresses of their own interfaces", exits.UNREACHABLE)
+    raise Failure(f"{what}; hint: name the hosts in -H by addresses of their interfaces", exits.UNREACHABLE)
 
 
 def variables(options: argparse.Namespace, addresses: Sequence[str], here: int) -> dict[str, str]:
-    """What is the same for all ranks of this host: torchrun's variables, the interface, and threads."""
+    """Variables that all ranks of this host share: torchrun's variables, the interface, and threads."""
     world = str(len(addresses) * options.ranks)
     chosen = {
         "MASTER_ADDR": addresses[0],
@@ -114,7 +114,7 @@ class Ranks:
         """`inherited`: descriptors that the ranks keep."""
         for local in range(count):
             own = {"RANK": str(first + local), "ROLE_RANK": str(first + local), "LOCAL_RANK": str(local)}
-            # A session of its own, because Open MPI sends signals to this process's group.
+            # In a new session, because Open MPI sends signals to this process's group.
             options: dict[str, Any] = {"start_new_session": True, "env": {**common, **own}, "pass_fds": inherited}
             end = functools.partial(proc.end_with_parent, signal.SIGKILL)
             self._running.append(subprocess.Popen(command, preexec_fn=end, **options))
@@ -188,7 +188,7 @@ def main(arguments: list[str]) -> int:
 def run(arguments: list[str]) -> int:
     options = parser().parse_args(arguments)
     addresses = options.hosts.split(",")
-    proc.rename("hvdhost")  # by which the launcher tells it from a rank
+    proc.rename("hvdhost")  # the launcher distinguishes it from a rank by this name
     ranks = Ranks()
     here = place(addresses)
     shared = store(addresses[0], options.port, serves=not here)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -246,6 +248,27 @@ def test_the_top_control_group_is_changed_back_if_a_cluster_changed_it(
         virtual.SHARED.touch()
     lifecycle._stop_sharing()
     assert (virtual.CONTROL.read_text(), virtual.SHARED.exists()) == ("-cpu" if ours else "memory", False)
+
+
+def test_commands_wait_for_a_down_that_removes_the_lock_and_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / "state"
+    monkeypatch.setattr(lifecycle, "STATE", state)
+    monkeypatch.setattr(lifecycle, "SELF", state / "self")
+
+    def downs() -> None:
+        for _ in range(500):
+            with lifecycle._alone():
+                (state / "inside").touch(exist_ok=False)  # raises if another command is inside
+                (state / "inside").unlink()
+                (state / ".lock").unlink()
+                with contextlib.suppress(OSError):  # a waiting command has made its lock by now
+                    state.rmdir()
+
+    with ThreadPoolExecutor() as pool:
+        for done in [pool.submit(downs) for _ in range(4)]:
+            done.result()
 
 
 # --- real hosts ------------------------------------------------------------------------------------------------------

@@ -136,9 +136,13 @@ def _alone() -> Iterator[None]:
         message = "this is a virtual host; hint: create and remove clusters outside of it"
         raise Failure(message, exits.UNREACHABLE)
     while True:
-        STATE.mkdir(mode=0o755, exist_ok=True)
-        # A file with mode 0600, because other users could lock the folder.
-        with files.locked(STATE / ".lock", mode=0o600) as handle:
+        with contextlib.suppress(FileExistsError):
+            STATE.mkdir(mode=0o755)
+        with contextlib.ExitStack() as stack:
+            try:  # a file with mode 0600, because other users could lock the folder
+                handle = stack.enter_context(files.locked(STATE / ".lock", mode=0o600))
+            except FileNotFoundError:  # a `down` has just removed the folder
+                continue
             if os.fstat(handle).st_nlink:  # 0: a `down` that held the lock has removed the file
                 yield
                 return

@@ -132,9 +132,12 @@ class Processor:
 
 
 class _Simulation:
-    def __init__(self, nodes: Sequence[Node], copies: Sequence[float], traffic: Traffic, steps: int) -> None:
+    def __init__(
+        self, nodes: Sequence[Node], copies: Sequence[float], traffic: Traffic, begin: int, steps: int
+    ) -> None:
+        """`begin`: the first of `steps` steps that is timed."""
         self.env = simpy.Environment()
-        self.nodes, self.copies, self.traffic, self.steps = nodes, copies, traffic, steps
+        self.nodes, self.copies, self.traffic, self.begin, self.steps = nodes, copies, traffic, begin, steps
         self.ends: list[list[float]] = [[] for _ in nodes]
         self._barriers: dict[tuple[int, ...], tuple[list[int], simpy.Event]] = {}
         self._events: dict[tuple[Any, ...], simpy.Event] = {}
@@ -151,12 +154,12 @@ class _Simulation:
         return self._events.setdefault(key, self.env.event())
 
     def _compute(self, index: int, node: Node, processor: Processor) -> Generator[Any, Any, None]:
-        traffic, generator = self.traffic, random.Random(f"{SEED} {index}")
+        traffic = self.traffic
         used = min(node.threads, node.cores)
-        for step in range(self.steps):
+        for step, drawn in enumerate(self._draws(index)):
             number, rest = divmod(step + 1, traffic.every)
             due = not rest and bool(traffic.messages)
-            slowness = self._slowness(node, self.copies[index], generator.random())
+            slowness = self._slowness(node, self.copies[index], drawn)
             for before, fraction in itertools.pairwise([0.0, *self._fractions]):
                 yield processor.run(used * node.backward_s * slowness * (fraction - before), node.threads)
                 if due and not traffic.after_update:
@@ -176,6 +179,16 @@ class _Simulation:
             if not traffic.after_update and not traffic.in_parts:
                 yield processor.run(used * node.update_s, node.threads)
             self.ends[index].append(self.env.now)
+
+    def _draws(self, index: int) -> list[float]:
+        """Return a number from 0 to 1 for each step. The timed steps have equally spaced numbers in random order.
+
+        So the mean of a host's computation is exact: random numbers would make a step shorter than its computation.
+        """
+        generator, timed = random.Random(f"{SEED} {index}"), self.steps - self.begin
+        spaced = [(place + 0.5) / timed for place in range(timed)]
+        generator.shuffle(spaced)
+        return [generator.random() for _ in range(self.begin)] + spaced
 
     def _slowness(self, node: Node, copies: float, drawn: float) -> float:
         """Draw the slowest of `copies` equal hosts, relative to the mean."""
@@ -240,6 +253,6 @@ def simulate(nodes: Sequence[Node], traffic: Traffic) -> float:
     period = traffic.every
     begin = period * (2 + -(-traffic.staleness // period))
     steps = begin + period * -(-(LEAST_STEPS if len(some) <= MANY else FEW_STEPS) // period)
-    run = _Simulation(some, copies, traffic, steps)
+    run = _Simulation(some, copies, traffic, begin, steps)
     run.env.run()
     return max(ends[-1] - ends[begin - 1] for ends in run.ends) / (steps - begin)

@@ -212,6 +212,8 @@ def on_hosts(
             if found.failure:
                 raise Failure(f"{host}: {found.failure}", found.code)
             results[host] = found
+            if late := ", ".join(list(started)[len(results) :]):
+                print(f"{host} has been profiled; waiting for {late}", file=sys.stderr, flush=True)
     return results
 
 
@@ -233,6 +235,7 @@ def elsewhere() -> None:
         found = Found(failure=str(failure), code=failure.code)
     with os.fdopen(answer, "wb") as stream:
         stream.write(msgspec.json.encode(found))
+    os._exit(exits.OK)  # the caller waits for this, and the threads of frameworks can delay the end of Python
 
 
 def workload(options: Any, counts: Sequence[int], names: Sequence[str]) -> Found:

@@ -8,7 +8,7 @@ tables/          one module per table
 text, export     tables as text; the data frame for other programs
 commands         the commands of the command line
 figures/         figures of the tables' numbers
-report/          tables and figures on one HTML page
+report/          tables and figures on one HTML page, laid out by a Jinja2 template
 """
 
 from pathlib import Path

@@ -17,7 +17,6 @@ from hvdtrain.results.read import folders, frame
 from hvdtrain.results.read.folders import Problem
 from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.read.where import Where
-from hvdtrain.results.report import document
 from hvdtrain.results.tables import accuracy, energy, overview, scaling, strategies
 from hvdtrain.results.tables.compare import compare as compare_runs
 from hvdtrain.results.tables.model import Table
@@ -151,6 +150,8 @@ def run(options: argparse.Namespace) -> int:
         case "plot":
             figures.save(figures.draw(options.kind, loaded, figures.Options(count=options.count)), options.output)
         case "report":
+            from hvdtrain.results.report import document  # loads Jinja2 and matplotlib
+
             document.write(loaded, options.output, value)
         case "export":
             export(loaded, options.to, options.output)

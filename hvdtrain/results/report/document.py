@@ -1,4 +1,4 @@
-"""The content of the report, one HTML page that opens offline, in a browser or on paper.
+"""The content of the report, one HTML page that opens offline, in a browser or on paper: report.html lays it out.
 
 The first screen has the conclusions of the main table, one figure and that table. The page takes its numbers from the
 tables and contains no date except that of the data: the same runs give the same page, to the byte.
@@ -6,23 +6,27 @@ tables and contains no date except that of the data: the same runs give the same
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
+import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import jinja2
+from markupsafe import Markup
+
+from hvdtrain import records
 from hvdtrain.results import export, figures, groups, scores
-from hvdtrain.results.columns import Column
+from hvdtrain.results.figures import style
+from hvdtrain.results.read import frame
 from hvdtrain.results.read.frame import Loaded
-from hvdtrain.results.report import facts, html
-from hvdtrain.results.report.html import text
 from hvdtrain.results.scaling import what_varies
 from hvdtrain.results.tables import accuracy, energy, overview, scaling, strategies
-from hvdtrain.results.tables.model import Table
-from hvdtrain.system.exits import Failure
-
-TITLE = "How training scales"
+from hvdtrain.results.tables.model import Column, Table
+from hvdtrain.system.exits import Failure, printable
+from hvdtrain.system.redaction import without_secrets
 
 # Figure, in the order of the page -> heading and explanation.
 CAPTIONS = {
@@ -36,18 +40,6 @@ CAPTIONS = {
         "Validation accuracy after each epoch, mean over the repeats, over seconds of training, validation and "
         "checkpoints. The curve furthest to the left is best.",
     ),
-}
-
-METHOD = {
-    "Times": "Rank 0's monotonic clock, after work on the device has finished, without loading and initialisation "
-    "(MLPerf's rule). The first steps of a process are warm-up and do not count for times per step and samples per "
-    "second.",
-    "Repeats": "Runs that agree in everything except seed and repeat form a group. A value is the mean over a group "
-    "with its 95 % interval (Student's t); ratios have Welch's. No run is dropped for being slow.",
-    "Network": "Bytes are the NIC's counters from the start of the loop to the end of the test, including headers and "
-    "other traffic.",
-    "Power": "A sweep separates runs with power sampling from timed runs, because sampling may slow them down. Devices "
-    "without a sensor do not count.",
 }
 
 
@@ -65,100 +57,152 @@ def tables(loaded: Loaded, target: float = 0.95) -> list[Table]:
 
 
 def page(loaded: Loaded, target: float = 0.95) -> str:
-    """The page as an HTML document."""
-    numbers = iter(range(1, 1000))
-    shown = [one for one in tables(loaded, target) if one.rows] if not groups.usable(loaded.runs).empty else []
-    count = what_varies(groups.by(groups.usable(loaded.runs)))
-    drawn, missing = _figures(loaded, figures.Options(count=count))
-    goal = scores.goal(loaded.runs, target)
-    first = _first_screen(shown, drawn.pop("time", ""), numbers, goal) if shown else "<p>No complete timing run.</p>"
-    not_shown = f"<h3>Not shown</h3>\n{html.bullets(missing, 'findings')}" if missing else ""
-    sections = [
-        ("Figures", "\n".join([*drawn.values(), not_shown])),
-        ("Tables", _main_tables(shown, numbers)),
-        ("Definitions", _definitions(shown, scores.all_columns(loaded.runs))),
-        ("Method", html.definitions(METHOD.items())),
-        ("Environment", html.table(facts.environment(loaded), next(numbers))),
-        ("Problems", _problems(loaded)),
-        ("Commands", _commands(loaded, target)),
-        ("All runs", html.table(overview.listing(loaded), next(numbers))),
-    ]
-    return html.page(TITLE, _header(loaded), first, sections)
+    """The page as an HTML document. Control characters of text from records are shown as escapes."""
+    runs, usable = loaded.runs, groups.usable(loaded.runs)
+    shown = [one for one in tables(loaded, target) if one.rows] if not usable.empty else []
+    drawn, missing = _figures(loaded, figures.Options(count=what_varies(groups.by(usable))))
+    states, days = runs["state"].value_counts(), sorted({str(utc)[:10] for utc in runs["started_utc"].dropna()})
+    notes = Counter(note for one in shown for note in one.notes)
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("hvdtrain.results.report", ""),
+        autoescape=True,
+        trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: printable(value) if type(value) is str else value,
+    )
+    environment.globals |= {
+        "zip": zip,
+        "table_number": itertools.count(1).__next__,
+        "figure_number": itertools.count(1).__next__,
+    }
+    return environment.get_template("report.html").render(
+        when=" to ".join(dict.fromkeys((days[0], days[-1]))) if days else "unknown date",
+        folders=", ".join(map(str, loaded.roots)) + (f" where {loaded.where}" if loaded.where else ""),
+        counts=", ".join(f"{states[name]} {name}" for name in ("complete", "unfinished", "refused") if name in states),
+        sweeps=", ".join(sorted({str(name) for name in runs["sweep"].dropna()})),
+        goal=scores.goal(runs, target),
+        shown=shown,
+        drawn=drawn,
+        missing=missing,
+        common=[note for note, number in notes.items() if number > 1],
+        definitions=_definitions(shown, scores.all_columns(runs)),
+        environment=_environment(loaded),
+        problems=_problems(loaded),
+        page_commands=_page_commands(loaded, target),
+        run_commands=dict.fromkeys(_run_commands(loaded)),
+        listing=overview.listing(loaded),
+    )
 
 
-def _first_screen(shown: list[Table], figure: str, numbers: Iterator[int], goal: str) -> str:
-    """The conclusions, and next to each other a figure and the main table."""
-    main = shown[0]
-    what = f"Training time to {goal}" if main.name == "strategies" else "Training time for the same epochs"
-    conclusions = html.bullets(main.readings.items(), "short")
-    table = html.table(dataclasses.replace(main, notes=[], readings={}), next(numbers))
-    return f"<h2>{text(what)}</h2>\n{conclusions}\n{figure}\n{table}"
+# --- figures ----------------------------------------------------------------------------------------------------------
 
 
-def _header(loaded: Loaded) -> str:
-    days = sorted({str(utc)[:10] for utc in loaded.runs["started_utc"].dropna()})
-    when = "unknown date" if not days else days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    states = loaded.runs["state"].value_counts()
-    counts = ", ".join(f"{states[state]} {state}" for state in ("complete", "unfinished", "refused") if state in states)
-    sweeps = sorted({str(name) for name in loaded.runs["sweep"].dropna()})
-    named = f" Sweeps: {', '.join(sweeps)}." if sweeps else ""
-    folders = ", ".join(map(str, loaded.roots)) + (f" where {loaded.where}" if loaded.where else "")
-    return f"<p>Data of {text(when)} from {text(folders)}: {text(counts or 'no runs')}.{text(named)}</p>"
-
-
-def _figures(loaded: Loaded, options: figures.Options) -> tuple[dict[str, str], list[tuple[str, str]]]:
-    """Figure -> HTML of the figures that have data; and why the others have none."""
-    drawn: dict[str, str] = {}
-    missing: list[tuple[str, str]] = []
-    for kind, (heading, caption) in CAPTIONS.items():
-        if kind == "time":
-            heading, caption = (words.replace("hosts", options.count) for words in (heading, caption))
+def _figures(loaded: Loaded, options: figures.Options) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
+    """The figures that have data, and why the others have none."""
+    drawn, missing = [], []
+    for kind, words in CAPTIONS.items():
+        heading, caption = (each.replace("hosts", options.count) if kind == "time" else each for each in words)
         try:
-            figure = figures.draw(kind, loaded, options)
+            svg = _inline_svg(style.encode(figures.draw(kind, loaded, options), "svg", letters="none").decode(), kind)
         except Failure as failure:
             missing.append((heading, str(failure)))
             continue
-        drawn[kind] = html.figure(figure, kind, len(drawn) + 1, heading, caption)
+        drawn.append({"kind": kind, "heading": heading, "caption": caption, "svg": Markup(svg)})
     return drawn, missing
 
 
-def _main_tables(shown: list[Table], numbers: Iterator[int]) -> str:
-    """The tables, after the notes that several of them have in common."""
-    counted = Counter(note for one in shown for note in one.notes)
-    common = [note for note, number in counted.items() if number > 1]
-    head = f"<p>For all tables:</p>\n{html.bullets([('', note) for note in common], 'notes')}" if common else ""
-    return "\n".join([head, *(html.table(one, next(numbers), common) for one in shown)])
+def _inline_svg(svg: str, kind: str) -> str:
+    """The SVG element in the page's colours. Its ids start with the kind, so that they are unique."""
+    svg = re.sub(r"<style.*?</style>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    svg = re.sub(r'\sxmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")
+    svg = re.sub(r'(\sid="|href="#|url\(#)', rf"\g<1>{kind}-", svg)
+    for ink, name in ((style.INK, "ink"), (style.SOFT, "soft"), (style.GRID, "grid"), (style.PAPER, "paper")):
+        svg = svg.replace(ink, f"var(--{name})")
+    svg = re.sub(r"font-family: [^;\"]*", "font-family: inherit", svg)
+
+    size = re.search(r'width="([\d.]+)pt" height="([\d.]+)pt" ', svg)
+    assert size, "matplotlib writes the size of an SVG in points"
+    width = f"max-width: {float(size[1]) / 9:.4g}rem"  # 9-point letters get the size of the page's text
+    return svg.replace(size[0], f'role="img" aria-labelledby="about-{kind}" style="{width}" ', 1)
 
 
-def _definitions(shown: list[Table], known: Mapping[str, Column]) -> str:
+# --- lists ------------------------------------------------------------------------------------------------------------
+
+
+def _definitions(shown: list[Table], known: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The meaning of every column of the tables, and its name and unit in CSV and JSON."""
     columns = (column for one in shown for part in one.parts() for column in part.columns)
-    keys = {column.key: column.heading for column in columns if column.key in known}
-    units = {key: f", in {known[key].unit}" if known[key].unit else "" for key in keys}
-    return html.definitions((keys[key], f"{known[key].meaning} ({key}{units[key]})") for key in keys)
+    for key, heading in {column.key: column.heading for column in columns if column.key in known}.items():
+        unit = f", in {known[key].unit}" if known[key].unit else ""
+        yield heading, f"{known[key].meaning} ({key}{unit})"
 
 
-def _problems(loaded: Loaded) -> str:
+def _problems(loaded: Loaded) -> list[tuple[str, str]]:
     """Everything that kept a run, or a part of one, out of the tables."""
     runs = loaded.runs
-    items = [(run, state) for run, state in zip(runs["run"], runs["state"], strict=True) if state != "complete"]
     marked = runs[runs["marked"].notna()]
-    items += [(run, f"marked, {why}") for run, why in zip(marked["run"], marked["marked"], strict=True)]
-    items += [("", str(problem)) for problem in loaded.problems]
-    return (
-        html.bullets(items, "findings") if items else "<p>None: every run is complete, and every record was read.</p>"
-    )
+    return [
+        *((run, state) for run, state in zip(runs["run"], runs["state"], strict=True) if state != "complete"),
+        *((run, f"marked, {why}") for run, why in zip(marked["run"], marked["marked"], strict=True)),
+        *(("", str(problem)) for problem in loaded.problems),
+    ]
 
 
-def _commands(loaded: Loaded, target: float) -> str:
-    """The command for this page, and the commands of the runs."""
+def _page_commands(loaded: Loaded, target: float) -> list[str]:
     words = [str(root) for root in loaded.roots] + (["--where", loaded.where] if loaded.where else [])
     goal = f"{loaded.judged_by}={target!r}" if loaded.judged_by else repr(target)
     words += [] if goal == "0.95" else ["--target", goal]
-    report = shlex.join(["hvdtrain", "results", "report", *words, "-o", "report.html"])
-    plot = shlex.join(["hvdtrain", "results", "plot", "time", *words, "-o", "time.svg"])
-    return (
-        f"<p>This page, and one of its figures as a file:</p>\n{html.commands([[report, plot]])}\n"
-        f"<p>The first run of each group of repeats (the others differ in seed and folder):</p>\n"
-        f"{html.commands(dict.fromkeys(facts.commands(loaded))) or '<p>None.</p>'}"
-    )
+    made = (("report", *words, "-o", "report.html"), ("plot", "time", *words, "-o", "time.svg"))
+    return [shlex.join(["hvdtrain", "results", *each]) for each in made]
+
+
+def _run_commands(loaded: Loaded) -> Iterator[tuple[str, str]]:
+    """For the first run of each group: a comment with its hosts, ranks and throttle, and the command that started it
+    (a sweep's launch command, or else the command of each rank)."""
+    for group in groups.by(loaded.complete):
+        _, run_dir = min(zip(group.values("started_utc"), group.values("run_dir"), strict=True))
+        hosts, per_host, rate = (group.key[name] for name in ("hosts", "ranks_per_host", "rate_mbit"))
+        needs = "hosts not recorded" if hosts is None else f"hosts: {hosts:g}, ranks: {hosts * per_host:g}"
+        if rate is not None:
+            needs += f", links: tools/throttle.sh {rate:g}mbit"
+        experiment = frame.experiment(run_dir)
+        words = without_secrets(experiment.command) if experiment else frame.program(run_dir)
+        yield f"# {needs}", shlex.join(words)
+
+
+def _environment(loaded: Loaded) -> Table:
+    """Software, hosts, devices, NICs, model and data of the complete runs, with the number of runs for each value."""
+    counted: Counter[tuple[str, str]] = Counter()
+    for run_dir in loaded.complete["run_dir"]:
+        counted.update(list(dict.fromkeys(_facts(frame.manifest(run_dir)))))
+    names = list(dict.fromkeys(name for name, _ in counted))
+    order = sorted(counted.items(), key=lambda item: (names.index(item[0][0]), -item[1], item[0][1]))
+    rows = [{"what": name, "value": value, "runs": number} for (name, value), number in order]
+    columns = [Column("what", "what"), Column("value", "as recorded", prose=True), Column("runs", "runs")]
+    return Table("environment", "Software and machines", columns, rows)
+
+
+def _facts(manifest: records.Manifest) -> Iterator[tuple[str, str]]:
+    """(name, value) of the surroundings in a manifest."""
+    yield from ((name, version) for name, version in manifest.versions.items() if version is not None)
+    yield "git commit", manifest.git_commit or "not recorded"
+    yield "hosts", ", ".join(manifest.hosts) or "not recorded"
+    for rank in manifest.ranks:
+        yield "device of a rank", str(rank.get("device") or "not recorded")
+        yield "CPU threads per rank", str(rank.get("threads") or "not recorded")
+        if rank.get("cpu"):
+            share = f", of which the host may use {rank['cores']}" if rank.get("cores") else ""
+            yield "processor", f"{rank['cpu']}{share}"
+    yield "backend", manifest.backend
+    for link in manifest.links:
+        speed = f"{link['speed_mbit']} Mbit/s negotiated" if link.get("speed_mbit") else "unknown speed"
+        yield "NIC", f"{link.get('nic')} ({speed})"
+    yield "data set", _named(manifest.data, ("train", "validation", "test"))
+    yield "SHA-256 of the data set", str(manifest.data.get("fingerprint") or "not recorded")
+    yield "model", _named(manifest.model, ("parameters",))
+
+
+def _named(about: Mapping[str, Any], numbers: Sequence[str]) -> str:
+    """`digits, 1,437 train, 126 validation`."""
+    known = [f"{about[name]:,} {name}" for name in numbers if isinstance(about.get(name), int)]
+    return ", ".join([str(about.get("name")), *known])

@@ -7,7 +7,7 @@ import dataclasses
 import io
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from hvdtrain.observe.terminal import terminal_width, wrapped
 from hvdtrain.results.read.folders import Problem
@@ -19,7 +19,8 @@ PROSE = 24
 """Least width of a column of prose"""
 LEADING = 3
 """Settings that keep their columns the longest: usually strategy, hosts and rate"""
-GAP = "  "
+GAP = 2
+"""Blanks between columns"""
 SPREAD = {Statistic: ("mean", "median", "min", "max", "low", "high", "n"), Interval: ("mean", "low", "high")}
 """Parts of a statistic in CSV and JSON; low and high bound its 95 % interval"""
 
@@ -37,11 +38,11 @@ def terminal(table: Table) -> str:
     for part in table.parts():
         lines += ["", *wrapped(part.name, width), *wrapped(part.caption, width)]
         if fitted := _fitted(part, width):
-            lines += _aligned(*fitted)
+            lines += _drawn(*fitted, width)
             shown = {column.key for column in fitted[0].columns}
             dropped |= {one.heading: None for one in part.columns if one.role == "detail" and one.key not in shown}
         else:
-            lines += [line for row in part.rows for line in wrapped(words(part.columns, row), width, indent=GAP)]
+            lines += [line for row in part.rows for line in wrapped(words(part.columns, row), width, indent=GAP * " ")]
         lines += wrapped(part.reading, width)
     lines += [""] if table.rows else ["", "nothing to show"]
     if dropped:
@@ -59,7 +60,7 @@ def _fitted(part: Part, width: int) -> tuple[Part, list[int]] | None:
         shown = dataclasses.replace(part, columns=kept)
         for form in (shown, _joined(shown, LEADING), _joined(shown, 0)):
             widths = _widths(form, width)
-            if sum(widths) + len(GAP) * (len(widths) - 1) <= width:
+            if sum(widths) + GAP * (len(widths) - 1) <= width:
                 return form, widths
     return None
 
@@ -84,7 +85,7 @@ def _widths(part: Part, width: int) -> list[int]:
         longest = max(map(cell_len, cells), default=0)
         least.append(max(*map(cell_len, column.heading.split()), min(PROSE, longest) if column.prose else longest))
         wanted.append(max(cell_len(column.heading), longest))
-    left = width - sum(least) - len(GAP) * (len(least) - 1)
+    left = width - sum(least) - GAP * (len(least) - 1)
     for place in sorted(range(len(least)), key=lambda place: not part.columns[place].prose):
         more = max(0, min(left, wanted[place] - least[place]))
         least[place] += more
@@ -92,30 +93,18 @@ def _widths(part: Part, width: int) -> list[int]:
     return least
 
 
-def _aligned(part: Part, widths: Sequence[int]) -> list[str]:
-    from rich.cells import cell_len
+def _drawn(part: Part, widths: Sequence[int], width: int) -> list[str]:
+    from rich import box, console, table
 
-    sides = [str.ljust if part.is_text(column) else str.rjust for column in part.columns]
-
-    def lines(cells: Sequence[str], *, heading: bool = False) -> list[str]:
-        parts = [
-            (wrapped(cell, width) or [""]) if heading or column.prose else [cell]
-            for cell, width, column in zip(cells, widths, part.columns, strict=True)
-        ]
-        height = max(map(len, parts))
-        blank = ([""] * (height - len(each)) for each in parts)
-        filled = [above + each if heading else each + above for above, each in zip(blank, parts, strict=True)]
-        return [
-            GAP.join(
-                side(cell, width - cell_len(cell) + len(cell))
-                for side, cell, width in zip(sides, line, widths, strict=True)
-            ).rstrip()
-            for line in zip(*filled, strict=True)
-        ]
-
-    rule = "\u2500" * (sum(widths) + len(GAP) * (len(widths) - 1))
-    head = lines([column.heading for column in part.columns], heading=True)
-    return [*head, rule, *(line for cells in part.text() for line in lines(cells))]
+    grid = table.Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
+    for column, own in zip(part.columns, widths, strict=True):
+        side: Literal["left", "right"] = "left" if part.is_text(column) else "right"
+        grid.add_column(column.heading, justify=side, width=own, overflow="fold")
+    for cells in part.text():
+        grid.add_row(*cells)
+    drawn = io.StringIO()
+    console.Console(file=drawn, width=width, color_system=None, markup=False, emoji=False).print(grid)
+    return [line.rstrip() for line in drawn.getvalue().rstrip("\n").split("\n")]
 
 
 # --- for other programs -----------------------------------------------------------------------------------------------

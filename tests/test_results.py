@@ -19,10 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.results.__main__ import main
+from hvdtrain.results.columns import Column
 from hvdtrain.results.read.where import Where
 from hvdtrain.results.statistics import Interval, Statistic, holm, p_value, summary
 from hvdtrain.results.tables.compare import judge
-from hvdtrain.results.tables.model import Column, cell
+from hvdtrain.results.tables.model import cell
 from hvdtrain.system.exits import Failure
 
 SEEDS = 3

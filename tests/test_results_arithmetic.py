@@ -13,7 +13,7 @@ import pytest
 from scipy import stats
 
 from hvdtrain.results import groups, scaling
-from hvdtrain.results.columns import RUNS
+from hvdtrain.results.columns import RUNS, Column
 from hvdtrain.results.read import frame
 from hvdtrain.results.statistics import Interval, Statistic, difference, summary
 from hvdtrain.results.tables import energy, model
@@ -212,6 +212,6 @@ def test_no_values_and_zeros_give_no_ratio() -> None:
 
 @pytest.mark.parametrize("mean", [0.83, 0.083, 1.0, 7.5, 250.0])
 def test_a_ratio_keeps_its_digits_however_wide_its_interval(mean: float) -> None:
-    printed = model.cell(Interval(mean, mean / 90, mean * 90), model.Column("speedup", "speed-up"))
+    printed = model.cell(Interval(mean, mean / 90, mean * 90), Column("speedup", "speed-up"))
     assert float(printed.partition(" ")[0].replace(",", "")) == pytest.approx(mean, rel=0.05)
-    assert float(model.cell(Interval(mean, mean * 0.99, mean * 1.01), model.Column("x", "x")).split()[0]) == mean
+    assert float(model.cell(Interval(mean, mean * 0.99, mean * 1.01), Column("x", "x")).split()[0]) == mean

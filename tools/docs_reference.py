@@ -190,7 +190,7 @@ def result_columns() -> Iterator[str]:
     )
     yield from ("Every option of a run is a name too: `lr>0.05`.", "")
     yield from table(
-        "column | unit | meaning", ((code(name), one.unit, flat(one.meaning)) for name, one in columns.RUNS.items())
+        "column | unit | meaning", ((code(name), one.base, flat(one.meaning)) for name, one in columns.RUNS.items())
     )
 
 

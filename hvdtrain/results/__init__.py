@@ -1,7 +1,7 @@
 """Tables, figures and a report from the records of runs: `hvdtrain results ...`.
 
 read/            run folders -> a data frame with one row per run; filtered with --where
-columns, scores  the columns of that frame, and the scores that runs declare
+columns, scores  the columns of that frame and of the tables, and the scores that runs declare
 groups           repeats of one experiment; statistics: means, intervals, ratios
 comparability    which groups may be compared; scaling: speed-up and efficiency of comparable groups
 tables/          one module per table

@@ -1,34 +1,69 @@
-"""The columns of the data frame of runs: kind, unit and meaning; and the columns that define a group of repeats."""
+"""The columns of the data frame of runs and of the tables, and the columns that define a group of repeats."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
+
+from hvdtrain.results.statistics import Interval, Statistic
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    kind: Literal["text", "number", "flag", "object"]
-    unit: str
-    """As printed; empty for counts, shares and text"""
-    meaning: str
+    key: str
+    """Name in the data frame, CSV and JSON, where values are in base units: seconds, bytes, joules, fractions of 1"""
+    label: str = ""
+    unit: str = ""
+    """As printed: s, MB, %, kJ ..."""
+    scale: float = 1.0
+    """Printed value = value x scale"""
+    spread: bool = True
+    """Whether to print the spread of a statistic"""
+    prose: bool = False
+    """Whether a narrow terminal may wrap its text"""
+    role: Literal["result", "detail", "setting", "data"] = "result"
+    """People always see results; details where they fit, the first ones first; settings that differ between the rows.
+    CSV and JSON have all columns"""
+    of: type[Statistic | Interval] | None = None
+    """The type of values with a spread, which take several columns in CSV"""
+    kind: Literal["text", "number", "flag", "object"] = "text"
+    """Of the values in the data frame"""
+    base: str = ""
+    """The base unit; empty for counts, shares and text"""
+    meaning: str = ""
+
+    @property
+    def heading(self) -> str:
+        return f"{self.label} ({self.unit})" if self.unit else self.label
 
 
-def _text(meaning: str) -> Column:
-    return Column("text", "", meaning)
+def _text(meaning: str, label: str = "") -> Column:
+    return Column("", label, meaning=meaning)
 
 
-def _number(meaning: str, unit: str = "") -> Column:
-    return Column("number", unit, meaning)
+def _number(meaning: str, base: str = "", heading: str = "", **printed: Any) -> Column:
+    """`heading` is the label, and the unit as printed if it is not empty: `network limit (MB)`."""
+    label, _, unit = heading.rstrip(")").partition(" (")
+    scale = {("s", "ms"): 1e3, ("B", "MB"): 1e-6, ("", "%"): 100.0}.get((base, unit), 1.0)
+    return Column("", label, unit or base, scale, kind="number", base=base, meaning=meaning, **printed)
 
 
-RUNS: dict[str, Column] = {
+def _figure(meaning: str, base: str, heading: str, **printed: Any) -> Column:
+    """A measurement, whose mean over a group and its spread the tables print."""
+    return _number(meaning, base, heading, of=Statistic, **printed)
+
+
+def _detail(meaning: str, base: str, heading: str) -> Column:
+    return _figure(meaning, base, heading, spread=False, role="detail")
+
+
+_RUNS = {
     "run_dir": _text("folder of the run"),
     "run": _text("name of the run"),
     "state": _text("complete, unfinished, or refused (its records cannot be trusted); only complete runs count"),
     "kind": _text("timing, or energy (a sweep's run with power sampling, whose times do not count)"),
     "marked": _text("why the run does not count (a sweep's check, a profiler); null: no objection"),
-    "resumed": Column("flag", "", "whether the run was stopped and resumed"),
+    "resumed": Column("", kind="flag", meaning="whether the run was stopped and resumed"),
     "views": _text("members of an elastic run after each change: which hosts, from where, why, seconds lost"),
     "divisions": _text(
         "shares of the ranks in a batch that changed during the run (--shares measured), and from where"
@@ -47,79 +82,101 @@ RUNS: dict[str, Column] = {
     "ranks": _number("ranks"),
     "ranks_per_host": _number("ranks / hosts"),
     "device": _text("cpu, gpu, or mixed"),
-    "cores": _number("cores that a host may use, if its ranks compute on the CPU (mean over hosts)"),
-    "threads": _number("CPU threads per rank, if ranks compute on the CPU (mean over ranks)"),
+    "cores": _number(
+        "cores that a host may use, if its ranks compute on the CPU (mean over hosts)", "", "cores per host"
+    ),
+    "threads": _number("CPU threads per rank, if ranks compute on the CPU (mean over ranks)", "", "threads per rank"),
     "processor": _text("CPU models of the ranks, and their cores"),
     "precision": _text("arithmetic of the forward and backward pass: fp32, bf16 or fp16"),
-    "rate_mbit": _number("rate of the throttle; null: unlimited, or a single host", "Mbit/s"),
+    "rate_mbit": _number("rate of the throttle; null: unlimited, or a single host", "Mbit/s", "rate (Mbit/s)"),
     "network": _text("throttles of the links: rates up/down, delay and loss; null: not recorded, or a single host"),
-    "goodput_mbit": _number("TCP payload of the slowest link, measured before step 0", "Mbit/s"),
+    "goodput_mbit": _number("TCP payload of the slowest link, measured before step 0", "Mbit/s", "goodput (Mbit/s)"),
     "framework_version": _text("version of the framework"),
     "git_commit": _text("commit of hvdtrain's checkout; null: an installed package"),
     "parameters": _number("parameters of the model"),
-    "rank_batch": _number("samples per rank and step"),
+    "rank_batch": _number("samples per rank and step", "", "batch per rank"),
     "global_batch": _number("samples per step over all ranks"),
     "epochs": _number("requested passes over the training set"),
     "epochs_done": _number("completed passes: fewer if --target ended the run"),
     "steps": _number("steps of the run"),
     "seed": _number("seed of weights and order"),
-    "train_samples": _number("training samples of an epoch"),
-    "data_fingerprint": _text("SHA-256 of the data set"),
+    "train_samples": _number("training samples of an epoch", "", "training samples"),
+    "data_fingerprint": _text("SHA-256 of the data set", "data set"),
     "settings": _text("all other settings that can change the result, as JSON"),
-    "train_s": _number("training phase", "s"),
-    "validation_s": _number("validation", "s"),
-    "test_s": _number("test evaluation", "s"),
-    "checkpoint_s": _number("saving checkpoints", "s"),
-    "end_to_end_s": _number("train + validation + test + checkpoint, without loading and initialisation", "s"),
-    "samples_per_s": _number("training samples per second over all ranks, without warm-up", "1/s"),
+    "train_s": _figure("training phase", "s", "train (s)"),
+    "validation_s": _detail("validation", "s", "validation (s)"),
+    "test_s": _detail("test evaluation", "s", "test (s)"),
+    "checkpoint_s": _detail("saving checkpoints", "s", "checkpoint (s)"),
+    "end_to_end_s": _figure(
+        "train + validation + test + checkpoint, without loading and initialisation",
+        "s",
+        "end to end (s)",
+        role="detail",
+    ),
+    "samples_per_s": _detail(
+        "training samples per second over all ranks, without warm-up", "1/s", "throughput (samples/s)"
+    ),
     "step_s": _number("mean step of rank 0, without warm-up: data + compute + communication", "s"),
-    "data_s": _number("waiting for the batch, per step", "s"),
-    "compute_s": _number("forward, backward and update, per step, including the exchange that backward hides", "s"),
-    "communication_s": _number("waiting for the exchange after backward, per step; null: not separable", "s"),
-    "communication_share": _number("communication_s / step_s"),
+    "data_s": _detail("waiting for the batch, per step", "s", "data (ms)"),
+    "compute_s": _figure(
+        "forward, backward and update, per step, including the exchange that backward hides",
+        "s",
+        "compute (ms)",
+        spread=False,
+    ),
+    "communication_s": _figure(
+        "waiting for the exchange after backward, per step; null: not separable", "s", "exchange (ms)"
+    ),
+    "communication_share": _detail("communication_s / step_s", "", "waiting for exchange (%)"),
     "bytes_per_step": _number(
         "payload that rank 0 gave to the network, per step; for allreduce and native: what a ring sends", "B"
     ),
-    "network_bytes_per_step": _number("bytes of the busiest NIC (sent or received) per step, including headers", "B"),
+    "network_bytes_per_step": _detail(
+        "bytes of the busiest NIC (sent or received) per step, including headers", "B", "network per step (MB)"
+    ),
     "limit_bytes_per_step": _number(
-        "2 (h - 1) / h x 4 x parameters: the least of an fp32 all-reduce over h hosts", "B"
+        "2 (h - 1) / h x 4 x parameters: the least of an fp32 all-reduce over h hosts",
+        "B",
+        "network limit (MB)",
+        role="detail",
     ),
     "limit_s_per_step": _number("time of limit_bytes_per_step at 0.936 of the rate", "s"),
-    "strategy_limit_s_per_step": _number("time of the strategy's own payload at 0.936 of the rate", "s"),
-    "network_efficiency": _number(
+    "strategy_limit_s_per_step": _detail(
+        "time of the strategy's own payload at 0.936 of the rate", "s", "exchange at full rate (ms)"
+    ),
+    "network_efficiency": _detail(
         "strategy_limit_s_per_step / time of the exchange: communication_s, or step_s if the exchange overlaps with "
-        "computation (then it is a lower bound)"
+        "computation (then it is a lower bound)",
+        "",
+        "network efficiency (%)",
     ),
     "primary_metric": _text("score that selects the run's best epoch"),
     "test_score": _number("primary metric on the test split"),
     "best_validation_score": _number("primary metric of the best epoch's validation"),
     "scores": _text("label, unit, bounds and direction of the run's scores, as JSON"),
-    "energy_j": _number("energy of all measured devices of all hosts, including idle devices", "J"),
-    "energy_used_j": _number("energy of the devices that ranks compute on", "J"),
+    "energy_j": _figure(
+        "energy of all measured devices of all hosts, including idle devices", "J", "energy (J)", role="detail"
+    ),
+    "energy_used_j": _figure("energy of the devices that ranks compute on", "J", "energy of used devices (J)"),
     "power_w": _number("energy_j / sampled time", "W"),
     "baseline_w": _number("idle power before step 0 (--monitor-idle-s)", "W"),
-    "energy_by_device": Column("object", "J", "host:device -> energy"),
+    "energy_by_device": Column("", kind="object", base="J", meaning="host:device -> energy"),
     "idle_devices": _text("measured devices that no rank computes on: host:device, separated by commas"),
     "energy_absent": _text("devices whose energy was not measured, and why"),
-    "inference": Column("object", "s", "inference: batch size -> median time"),
-    "peak_rss_bytes": _number("largest resident memory of a rank", "B"),
+    "inference": Column("", kind="object", base="s", meaning="inference: batch size -> median time"),
+    "peak_rss_bytes": _figure("largest resident memory of a rank", "B", "memory per rank (MB)"),
     "first_step_s": _number("start of the process to the end of its first step", "s"),
 }
-
-LABELS = {
-    "cores": "cores per host",
-    "threads": "threads per rank",
-    "rate_mbit": "rate",
-    "goodput_mbit": "goodput",
-    "rank_batch": "batch per rank",
-    "data_fingerprint": "data set",
-    "train_samples": "training samples",
+RUNS = {
+    key: dataclasses.replace(column, key=key, label=column.label or key.replace("_", " "))
+    for key, column in _RUNS.items()
 }
+"""The columns of the data frame of runs"""
 
 
 def label(name: str) -> str:
     """The name of a column or setting as printed."""
-    return LABELS.get(name, name.replace("_", " "))
+    return RUNS[name].label if name in RUNS else name.replace("_", " ")
 
 
 GROUP = (

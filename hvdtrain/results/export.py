@@ -61,7 +61,7 @@ def _json(runs: pd.DataFrame) -> str:
         {str(name): None if groups.is_missing(value) else value for name, value in row.items()}
         for row in runs.to_dict("records")
     ]
-    columns = {name: {"unit": column.unit, "meaning": column.meaning} for name, column in all_columns(runs).items()}
+    columns = {name: {"unit": column.base, "meaning": column.meaning} for name, column in all_columns(runs).items()}
     return json.dumps({"schema": SCHEMA, "columns": columns, "rows": rows}, indent=2) + "\n"
 
 

@@ -94,8 +94,12 @@ def all_columns(runs: pd.DataFrame) -> dict[str, columns.Column]:
     known = dict(columns.RUNS)
     for name, score in of(runs).items():
         label, unit = printable(score.label), printable(score.unit)
-        known[f"test_{name}"] = columns.Column("number", unit, f"{label} of the test split")
-        known[f"best_validation_{name}"] = columns.Column("number", unit, f"{label} of the best epoch's validation")
+        known[f"test_{name}"] = columns.Column(
+            f"test_{name}", kind="number", base=unit, meaning=f"{label} of the test split"
+        )
+        known[f"best_validation_{name}"] = columns.Column(
+            f"best_validation_{name}", kind="number", base=unit, meaning=f"{label} of the best epoch's validation"
+        )
     return known
 
 

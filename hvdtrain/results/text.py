@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from hvdtrain.observe.terminal import terminal_width, wrapped
+from hvdtrain.results.columns import Column
 from hvdtrain.results.read.folders import Problem
 from hvdtrain.results.statistics import Interval, Statistic
-from hvdtrain.results.tables.model import Column, Part, Table, words
+from hvdtrain.results.tables.model import Part, Table, words
 
 SCHEMA = "hvdtrain/results/2"
 PROSE = 24

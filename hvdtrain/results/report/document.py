@@ -19,12 +19,13 @@ from markupsafe import Markup
 
 from hvdtrain import records
 from hvdtrain.results import export, figures, groups, scores
+from hvdtrain.results.columns import Column
 from hvdtrain.results.figures import style
 from hvdtrain.results.read import frame
 from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.scaling import what_varies
 from hvdtrain.results.tables import accuracy, energy, overview, scaling, strategies
-from hvdtrain.results.tables.model import Column, Table
+from hvdtrain.results.tables.model import Table
 from hvdtrain.system.exits import Failure, printable
 from hvdtrain.system.redaction import without_secrets
 
@@ -129,11 +130,11 @@ def _inline_svg(svg: str, kind: str) -> str:
 # --- lists ------------------------------------------------------------------------------------------------------------
 
 
-def _definitions(shown: list[Table], known: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _definitions(shown: list[Table], known: Mapping[str, Column]) -> Iterator[tuple[str, str]]:
     """The meaning of every column of the tables, and its name and unit in CSV and JSON."""
     columns = (column for one in shown for part in one.parts() for column in part.columns)
     for key, heading in {column.key: column.heading for column in columns if column.key in known}.items():
-        unit = f", in {known[key].unit}" if known[key].unit else ""
+        unit = f", in {known[key].base}" if known[key].base else ""
         yield heading, f"{known[key].meaning} ({key}{unit})"
 
 

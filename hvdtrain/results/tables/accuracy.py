@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain.results import groups, scores
+from hvdtrain.results.columns import Column
 from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.statistics import Statistic, summary
 from hvdtrain.results.tables.columns import SPREAD_NOTE, N, cells, group_notes, grouped, score_columns
-from hvdtrain.results.tables.model import Column, Table
+from hvdtrain.results.tables.model import Table
 
 CAPTIONS_NOTE = (
     "bleu: corpus BLEU of the test captions from the weights of the best epoch, by greedy or beam search; accuracy of "

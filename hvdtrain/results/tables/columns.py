@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from hvdtrain.results import columns, groups, scores
-from hvdtrain.results.columns import GROUP
+from hvdtrain.results import groups, scores
+from hvdtrain.results.columns import GROUP, RUNS, Column, label
 from hvdtrain.results.groups import Group, short
 from hvdtrain.results.statistics import Statistic
-from hvdtrain.results.tables.model import Column
 from hvdtrain.system.exits import printable
 
 SPREAD_NOTE = (
@@ -21,25 +20,6 @@ SPREAD_NOTE = (
     "json has median, min, max and n"
 )
 N = Column("n", "n")
-FIGURES: dict[str, Column] = {
-    column.key: dataclasses.replace(column, of=Statistic)
-    for column in (
-        Column("train_s", "train", "s"),
-        Column("compute_s", "compute", "ms", 1e3, spread=False),
-        Column("communication_s", "exchange", "ms", 1e3),
-        Column("samples_per_s", "throughput", "samples/s", spread=False, role="detail"),
-        Column("communication_share", "waiting for exchange", "%", 100, spread=False, role="detail"),
-        Column("end_to_end_s", "end to end", "s", role="detail"),
-        Column("energy_j", "energy", "J", role="detail"),
-        Column("network_bytes_per_step", "network per step", "MB", 1e-6, spread=False, role="detail"),
-        Column("data_s", "data", "ms", 1e3, spread=False, role="detail"),
-        Column("validation_s", "validation", "s", spread=False, role="detail"),
-        Column("test_s", "test", "s", spread=False, role="detail"),
-        Column("checkpoint_s", "checkpoint", "s", spread=False, role="detail"),
-        Column("peak_rss_bytes", "memory per rank", "MB", 1e-6),
-    )
-}
-"""How measurements of groups are printed"""
 FIRST = ("strategy", "device", "hosts", "rate_mbit")
 """Settings in front of the others"""
 FOLLOW = ("rank_batch", "backend", "network", "launcher", "fill")
@@ -49,7 +29,7 @@ PARTS = {"train": "train", "validation": "validation", "test": "test", "best_val
 
 def key_column(name: str, role: Literal["setting", "data"] = "setting") -> Column:
     """The column of a setting."""
-    return Column(name, columns.label(name), columns.RUNS[name].unit if name in columns.RUNS else "", role=role)
+    return dataclasses.replace(RUNS.get(name) or Column(name, label(name)), role=role, of=None)
 
 
 def key_columns(experiments: Sequence[Group], shown: Sequence[str], skip: Sequence[str] = ()) -> list[Column]:
@@ -80,11 +60,11 @@ def score_columns(
     known, chosen = scores.of(runs), names or scores.primary(runs)
     made = []
     for name in chosen:
-        score, label = known[name], PARTS[part]
+        score, words = known[name], PARTS[part]
         if len(chosen) > 1 or "validation" not in part:
-            label = f"{label} {score.label}"
+            words = f"{words} {score.label}"
         unit, factor = ("%", 100.0) if score.share else (score.unit, 1.0)
-        made.append(Column(f"{part}_{name}", printable(label), printable(unit), factor, role=role, of=Statistic))
+        made.append(Column(f"{part}_{name}", printable(words), printable(unit), factor, role=role, of=Statistic))
     return made
 
 

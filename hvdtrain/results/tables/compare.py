@@ -16,13 +16,12 @@ from typing import Any
 import pandas as pd
 
 from hvdtrain.results import groups, scores
-from hvdtrain.results.columns import label
+from hvdtrain.results.columns import RUNS, Column, label
 from hvdtrain.results.comparability import CHOSEN, SOFTWARE, describe, differing, obstacles, unrecorded
 from hvdtrain.results.groups import Group
 from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.statistics import LEVEL, Statistic, holm, p_value, summary
 from hvdtrain.results.tables.columns import (
-    FIGURES,
     N,
     key_cells,
     key_columns,
@@ -31,7 +30,7 @@ from hvdtrain.results.tables.columns import (
     score_columns,
     varying,
 )
-from hvdtrain.results.tables.model import Column, Table, cell
+from hvdtrain.results.tables.model import Table, cell
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
@@ -100,7 +99,7 @@ def compare(before: Loaded, after: Loaded, threshold: float) -> tuple[Table, boo
     first = [a for a, _ in compared]
     settings = key_columns(first, varying(first))
     both = pd.concat([before.runs, after.runs])
-    known, figures = scores.of(both), [(FIGURES[name], less) for name, less in LESS_IS_BETTER.items()]
+    known, figures = scores.of(both), [(RUNS[name], less) for name, less in LESS_IS_BETTER.items()]
     primary = scores.primary(both)
     for name, column in zip(primary, score_columns(both), strict=True):
         figures.append((column, not known[name].higher_is_better))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain.results import groups
-from hvdtrain.results.columns import label
+from hvdtrain.results.columns import RUNS, Column, label
 from hvdtrain.results.comparability import DEVICES, Baseline, describe, obstacles
 from hvdtrain.results.groups import Group
 from hvdtrain.results.read.frame import Loaded
@@ -28,7 +28,7 @@ from hvdtrain.results.tables.columns import (
     processors,
     varying,
 )
-from hvdtrain.results.tables.model import Column, Table
+from hvdtrain.results.tables.model import Table
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
@@ -122,10 +122,10 @@ def tables(loaded: Loaded, baseline: Baseline | None = None) -> list[Table]:
             )
     columns = [
         N,
-        Column("end_to_end_s", "end to end", "s", of=Statistic),
-        Column("energy_used_j", "energy of used devices", unit, scale, of=Statistic),
+        dataclasses.replace(RUNS["end_to_end_s"], role="result"),
+        dataclasses.replace(RUNS["energy_used_j"], unit=unit, scale=scale),
         Column("edp_used", "EDP of used devices", spread=False, of=Interval),
-        Column("energy_j", "energy", unit, scale, role="detail", of=Statistic),
+        dataclasses.replace(RUNS["energy_j"], unit=unit, scale=scale),
         Column("edp", "EDP", spread=False, role="detail", of=Interval),
         Column("samples_per_j", "samples", "1/J", spread=False, role="detail", of=Statistic),
         *settings,

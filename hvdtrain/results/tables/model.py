@@ -9,34 +9,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
+from hvdtrain.results.columns import Column
 from hvdtrain.results.comparability import WORK
 from hvdtrain.results.statistics import Interval, Statistic
-
-
-@dataclasses.dataclass(frozen=True)
-class Column:
-    key: str
-    """Name in CSV and JSON, where values are in base units: seconds, bytes, joules, fractions of 1"""
-    label: str
-    unit: str = ""
-    """As printed: s, MB, %, kJ ..."""
-    scale: float = 1.0
-    """Printed value = value x scale"""
-    spread: bool = True
-    """Whether to print the spread of a statistic"""
-    prose: bool = False
-    """Whether a narrow terminal may wrap its text"""
-    role: Literal["result", "detail", "setting", "data"] = "result"
-    """People always see results; details where they fit, the first ones first; settings that differ between the rows.
-    CSV and JSON have all columns"""
-    of: type[Statistic | Interval] | None = None
-    """The type of values with a spread, which take several columns in CSV"""
-
-    @property
-    def heading(self) -> str:
-        return f"{self.label} ({self.unit})" if self.unit else self.label
 
 
 @dataclasses.dataclass

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain.results import groups, scores
-from hvdtrain.results.columns import RUNS
+from hvdtrain.results.columns import RUNS, Column
 from hvdtrain.results.groups import short
 from hvdtrain.results.read import frame
 from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.tables.columns import (
-    FIGURES,
     SPREAD_NOTE,
     N,
     cells,
@@ -21,14 +20,14 @@ from hvdtrain.results.tables.columns import (
     key_column,
     score_columns,
 )
-from hvdtrain.results.tables.model import Column, Table, number
+from hvdtrain.results.tables.model import Table, number
 from hvdtrain.system.exits import printable
 
 
 def listing(loaded: Loaded) -> Table:
     """All runs, including those that do not count, and why not."""
     names = ["strategy", "hosts", "ranks", "rate_mbit", "workload", "framework", "kind"]
-    shown = [dataclasses.replace(one, of=None) for one in (FIGURES["train_s"], *score_columns(loaded.runs))]
+    shown = [dataclasses.replace(one, of=None) for one in (RUNS["train_s"], *score_columns(loaded.runs))]
     columns = [Column("run", "run"), Column("state", "state"), *shown]
     columns += [Column("started_utc", "started", role="detail"), *map(key_column, names)]
     runs = loaded.runs.sort_values(["started_utc", "run_dir"], na_position="last")
@@ -44,9 +43,9 @@ def listing(loaded: Loaded) -> Table:
 def overview(loaded: Loaded, group_by: Sequence[str] | None = None) -> Table:
     """The main measurements of each group of repeats."""
     experiments, settings = grouped(loaded.runs, group_by)
-    end_to_end = dataclasses.replace(FIGURES["end_to_end_s"], spread=False)  # to fit a terminal
-    figures = [FIGURES["train_s"], *score_columns(groups.usable(loaded.runs)), FIGURES["samples_per_s"]]
-    figures += [FIGURES["communication_share"], end_to_end, FIGURES["energy_j"]]
+    end_to_end = dataclasses.replace(RUNS["end_to_end_s"], spread=False)  # to fit a terminal
+    figures = [RUNS["train_s"], *score_columns(groups.usable(loaded.runs)), RUNS["samples_per_s"]]
+    figures += [RUNS["communication_share"], end_to_end, RUNS["energy_j"]]
     rows = [cells(group, [one.key for one in settings], figures) for group in experiments]
     notes = [
         SPREAD_NOTE,
@@ -61,7 +60,7 @@ def phases(loaded: Loaded, group_by: Sequence[str] | None = None) -> Table:
     """The phases of a run, and the parts of a step."""
     experiments, settings = grouped(loaded.runs, group_by)
     names = ("train_s", "compute_s", "communication_s", "data_s", "validation_s", "test_s", "checkpoint_s")
-    figures, keys = [FIGURES[name] for name in names], [one.key for one in settings]
+    figures, keys = [RUNS[name] for name in names], [one.key for one in settings]
     rows = [cells(group, keys, figures) | {"n": len(group.values("train_s"))} for group in experiments]
     notes = [
         SPREAD_NOTE,
@@ -78,7 +77,7 @@ def run_facts(loaded: Loaded) -> Table:
     run = loaded.runs.iloc[0]
     known = scores.all_columns(loaded.runs)
     rows: list[dict[str, Any]] = [
-        {"what": name, "value": _text(run[name], column.unit), "meaning": column.meaning}
+        {"what": name, "value": _text(run[name], column.base), "meaning": column.meaning}
         for name, column in known.items()
         if not groups.is_missing(run[name]) and name not in ("settings", "scores", "energy_by_device", "inference")
     ]

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 
 from hvdtrain.results import groups, scaling, scores
-from hvdtrain.results.columns import label
+from hvdtrain.results.columns import RUNS, Column, label
 from hvdtrain.results.comparability import (
     MUST,
     NOTHING,
@@ -27,7 +27,6 @@ from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.scaling import MOST_EFFICIENCY, Row
 from hvdtrain.results.statistics import Interval, ratio
 from hvdtrain.results.tables.columns import (
-    FIGURES,
     SPREAD_NOTE,
     N,
     key_cells,
@@ -36,7 +35,7 @@ from hvdtrain.results.tables.columns import (
     processors,
     varying,
 )
-from hvdtrain.results.tables.model import Column, Table, number
+from hvdtrain.results.tables.model import Table, number
 
 NOT_COMPARED = "not compared"
 SINGLE = "Single runs have no spread, so this may be chance; repeat them with another --seed."
@@ -70,11 +69,10 @@ def table(loaded: Loaded, count: Count | None = None, baseline: Baseline | None 
     columns = [
         Column("count", count),
         N,
-        FIGURES["train_s"],
+        RUNS["train_s"],
         Column("speedup", "speed-up", of=Interval),
         Column("efficiency", "efficiency", "%", 100, spread=False, role="detail", of=Interval),
-        *(FIGURES[name] for name in ("communication_share", "network_bytes_per_step")),
-        Column("limit_bytes_per_step", "network limit", "MB", 1e-6, role="detail"),
+        *(RUNS[name] for name in ("communication_share", "network_bytes_per_step", "limit_bytes_per_step")),
         Column("speedup_end_to_end", "end-to-end speed-up", spread=False, role="detail", of=Interval),
         Column("group", "group", prose=True, role="detail"),
         Column("suspect", "suspect", role="data"),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain.results import groups, scores
-from hvdtrain.results.columns import label
+from hvdtrain.results.columns import RUNS, Column, label
 from hvdtrain.results.comparability import PER_HOST, classes, differing, why_no_single_host
 from hvdtrain.results.groups import Group
 from hvdtrain.results.read.frame import Loaded
@@ -17,7 +17,6 @@ from hvdtrain.results.scaling import MOST_EFFICIENCY
 from hvdtrain.results.statistics import Interval, Statistic, ratio, summary
 from hvdtrain.results.tables.accuracy import reached
 from hvdtrain.results.tables.columns import (
-    FIGURES,
     SPREAD_NOTE,
     N,
     key_cells,
@@ -27,7 +26,7 @@ from hvdtrain.results.tables.columns import (
     score_columns,
     varying,
 )
-from hvdtrain.results.tables.model import Column, Table, number
+from hvdtrain.results.tables.model import Table, number
 from hvdtrain.results.tables.scaling import SINGLE, faster_or_slower, rate_words
 
 ALIKE = (*PER_HOST, "global_batch")
@@ -53,10 +52,10 @@ BEST_NOTE = (
 DETAILS = (
     Column("interpolated_s", "time to target, interpolated", "s"),
     Column("bytes_to_target", "network to target", "MB", 1e-6),
-    FIGURES["communication_share"],
+    RUNS["communication_share"],
     Column("steps_to_target", "steps to target"),
-    Column("network_efficiency", "network efficiency", "%", 100),
-    Column("strategy_limit_s_per_step", "exchange at full rate", "ms", 1e3),
+    RUNS["network_efficiency"],
+    RUNS["strategy_limit_s_per_step"],
     Column("allreduce_ratio", "fp32 all-reduce / compute", "x"),
 )
 Measured = dict[int, dict[str, Any]]

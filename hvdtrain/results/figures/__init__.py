@@ -7,7 +7,6 @@ file, to the byte.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -28,10 +27,10 @@ class Options:
     """The horizontal axis of `time`"""
 
 
-# Figure -> description, and the module and the function that draw it.
+# Figure -> description, and the function of panels.py that draws it.
 KINDS = {
-    "time": ("training time over hosts, one curve per rate (as in Lucero, 2022)", "scaling", "time"),
-    "accuracy-time": ("accuracy after each epoch, over time", "training", "accuracy"),
+    "time": ("training time over hosts, one curve per rate (as in Lucero, 2022)", "time"),
+    "accuracy-time": ("accuracy after each epoch, over time", "accuracy"),
 }
 
 
@@ -39,12 +38,10 @@ def draw(kind: str, loaded: Loaded, options: Options | None = None) -> Figure:
     """The figure `kind`. Raises Failure (2) for an unknown name, Failure (65) if data are missing."""
     if kind not in KINDS:
         raise Failure(f"figure {kind!r} does not exist; known: {', '.join(KINDS)}", exits.USAGE)
-    from hvdtrain.results.figures import style
+    from hvdtrain.results.figures import panels, style
 
-    _, name, function = KINDS[kind]
-    module = importlib.import_module(f"hvdtrain.results.figures.{name}")
     with style.settings():
-        figure: Figure = getattr(module, function)(loaded, options or Options())
+        figure: Figure = getattr(panels, KINDS[kind][1])(loaded, options or Options())
     return figure
 
 

@@ -1,24 +1,29 @@
-"""Panels and curves: which groups share axes, and one look of rates and hosts for all figures.
+"""The figures: training time over hosts, and the primary metric over time, a panel for each setting.
 
-In all figures of the same runs, a rate has one colour and line style and a number of hosts one marker.
+In all figures of the same runs, a rate has one colour and line style and a number of hosts one marker. A single host
+uses no link, so it is the first point of every curve over hosts.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hvdtrain.results import groups, scaling
+import pandas as pd
+from matplotlib.figure import Figure
+
+from hvdtrain.results import groups, scaling, scores
 from hvdtrain.results.comparability import Count, many
-from hvdtrain.results.figures import style
+from hvdtrain.results.figures import Options, style
 from hvdtrain.results.groups import Group
+from hvdtrain.results.read import frame
 from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.scaling import Row
-from hvdtrain.results.tables.columns import ordered
-from hvdtrain.results.tables.scaling import curve_settings, settings_of
+from hvdtrain.results.statistics import summary
+from hvdtrain.results.tables.columns import ordered, score_columns
+from hvdtrain.results.tables.scaling import curve_settings, rate_words, settings_of
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
@@ -29,9 +34,10 @@ class Looks:
     """The look of each rate and of each number of hosts."""
 
     def __init__(self, loaded: Loaded) -> None:
-        experiments = groups.by(groups.usable(loaded.runs), ("hosts", "rate_mbit"))
-        self.rates = rates(experiments)
-        self.hosts = sorted({int(group.key["hosts"]) for group in experiments if group.key["hosts"]})
+        keys = [group.key for group in groups.by(groups.usable(loaded.runs), ("hosts", "rate_mbit"))]
+        several = {key["rate_mbit"] for key in keys if (key["hosts"] or 0) > 1}
+        self.rates: list[float | None] = sorted(several, key=lambda mbit: math.inf if mbit is None else mbit) or [None]
+        self.hosts = sorted({int(key["hosts"]) for key in keys if key["hosts"]})
 
     def line(self, mbit: float | None, hosts: float = 2) -> dict[str, Any]:
         """Colour and line style. A single host uses no link and is drawn in black."""
@@ -46,17 +52,68 @@ class Looks:
             axis.plot([], [], color=style.SOFT, linestyle="none", **self.marker(number), label=many(number, "hosts"))
 
 
-def rates(experiments: Sequence[Group]) -> list[float | None]:
-    """The rates of the groups on several hosts, slowest first, unlimited (None) last. Only None if there are none."""
-    several = {group.key["rate_mbit"] for group in experiments if group.key["hosts"] and group.key["hosts"] > 1}
-    return sorted(several, key=lambda mbit: math.inf if mbit is None else mbit) or [None]
+def _by_title(items: Iterable[Any], lasts: Iterable[Group], words: Iterable[Sequence[str]]) -> dict[str, list[Any]]:
+    """Title of a panel -> its items. The group and the words of an item make its title.
 
-
-def check(number: int) -> None:
-    """Raises Failure (2) if a figure would have too many panels."""
-    if number > MOST_PANELS:
-        message = f"{number} settings exceed the {MOST_PANELS} of one figure"
+    Raises Failure (2) for too many panels.
+    """
+    panels: dict[str, list[Any]] = {}
+    for item, group, more in zip(items, lasts, words, strict=True):
+        panels.setdefault(", ".join([f"{group.key['framework']} {group.key['strategy']}", *more]), []).append(item)
+    if len(panels) > MOST_PANELS:
+        message = f"{len(panels)} settings exceed the {MOST_PANELS} of one figure"
         raise Failure(f"{message}; hint: select runs with --where", exits.USAGE)
+    return panels
+
+
+# --- time over hosts --------------------------------------------------------------------------------------------------
+
+
+def curves(loaded: Loaded, count: Count, missing: str) -> dict[str, list[list[Row]]]:
+    """Title -> the curves of `scaling.rows` with that setting, baseline first, slowest rate first; timed points only.
+
+    Raises Failure (65) with the message `missing` if there is none, Failure (2) for too many panels.
+    """
+    rows = scaling.rows(groups.by(groups.usable(loaded.runs)), count)
+    known = [row for row in rows if row.train_s is not None and row.group.key["hosts"] is not None]
+    drawable = [list(points) for _, points in itertools.groupby(known, key=lambda row: row.curve)]
+    if not drawable:
+        raise Failure(missing, exits.BAD_DATA)
+    return _by_title(drawable, (points[-1].group for points in drawable), curve_settings(drawable, count))
+
+
+def time(loaded: Loaded, options: Options) -> Figure:
+    """Seconds of the training phase over hosts, a curve for each rate. Raises Failure (65) without times."""
+    drawn = curves(loaded, options.count, "no times: needs complete timing runs that are not marked")
+    points = [row for panel in drawn.values() for rows in panel for row in rows]
+    counts, means = sorted({int(row.count) for row in points}), [row.train_s.mean for row in points if row.train_s]
+    looks = Looks(loaded)
+    figure, axes = style.grid(len(drawn), sharey=True)
+    for axis, (title, panel) in zip(axes, drawn.items(), strict=True):
+        for rows in panel:
+            values = [row.train_s for row in rows if row.train_s]
+            most, mbit = max(row.group.key["hosts"] for row in rows), rows[-1].group.key["rate_mbit"]
+            label, look = "one host" if most == 1 else rate_words(mbit), looks.line(mbit, most)
+            place = [row.count for row in rows]
+            axis.errorbar(place, [one.mean for one in values], style.bars(values), label=label, **look)
+            for row, one in zip(rows, values, strict=True):
+                axis.plot(row.count, one.mean, color=look["color"], **looks.marker(row.group.key["hosts"]))
+        axis.set(xlabel=options.count, xticks=counts, xlim=(counts[0] - 0.25, counts[-1] + 0.25))
+        style.title(axis, title)
+    if options.count == "ranks":
+        looks.legend(axes[0], (row.group.key["hosts"] for row in points))
+    for axis in axes:
+        if max(means) > style.WIDE * min(means) > 0:
+            style.log_scale(axis, "y")
+        else:
+            axis.set_ylim(bottom=0)
+        if style.is_first(axis):
+            axis.set_ylabel("training time (s)")
+    style.legend(figure, axes, style.repeats([row.train_s.n for row in points if row.train_s]))
+    return figure
+
+
+# --- accuracy over time -----------------------------------------------------------------------------------------------
 
 
 def split(loaded: Loaded, column: str, missing: str) -> dict[str, list[Group]]:
@@ -69,42 +126,60 @@ def split(loaded: Loaded, column: str, missing: str) -> dict[str, list[Group]]:
     if not experiments:
         raise Failure(missing, exits.BAD_DATA)
     weak = len({group.key["rank_batch"] for group in experiments}) == 1
-    panels: dict[str, list[Group]] = {}
-    for group, words in zip(experiments, settings_of(experiments, ["global_batch"] if weak else []), strict=True):
-        panels.setdefault(_title(group, words), []).append(group)
-    check(len(panels))
-    return panels
+    return _by_title(experiments, experiments, settings_of(experiments, ["global_batch"] if weak else []))
 
 
-def _title(group: Group, words: Sequence[str]) -> str:
-    return ", ".join([f"{group.key['framework']} {group.key['strategy']}", *words])
+def accuracy(loaded: Loaded, _: Options) -> Figure:
+    """The primary metric of validation over time; curves are means over the repeats, bands their spread.
 
-
-# --- scaling curves ---------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Panel:
-    """The curves of one setting."""
-
-    title: str
-    curves: list[tuple[float | None, list[Row]]]
-    """Rate (None: unlimited, or a single host) and points of each curve, baseline first, slowest rate first"""
-
-
-def curves(loaded: Loaded, count: Count, missing: str) -> list[Panel]:
-    """The curves of `scaling.rows` by setting, with the points that have a time.
-
-    Raises Failure (65) with the message `missing` if there is none, Failure (2) for too many panels.
+    Raises Failure (65) if no run has validated.
     """
-    rows = scaling.rows(groups.by(groups.usable(loaded.runs)), count)
-    known = [row for row in rows if row.train_s is not None and row.group.key["hosts"] is not None]
-    drawable = [list(points) for _, points in itertools.groupby(known, key=lambda row: row.curve)]
-    if not drawable:
+    missing = "no validation score: needs complete timing runs with a validation split"
+    panels = split(loaded, "best_validation_score", missing)
+    shown = [score_columns(members[0].runs)[0] for members in panels.values()]
+    alike = len({column.key for column in shown}) == 1
+    made, axes = style.grid(len(panels), sharey=alike)
+    looks, drawn = Looks(loaded), []
+    for axis, column, (title, members) in zip(axes, shown, panels.items(), strict=True):
+        for group in members:
+            points = _curve(loaded, group)
+            if points.empty:
+                continue
+            look = looks.line(group.key["rate_mbit"], group.key["hosts"])
+            look |= looks.marker(group.key["hosts"]) | {"markevery": max(1, len(points) // 6)}
+            axis.plot(points["time_s"], column.scale * points["mean"], **look)
+            band = [column.scale * points[end] for end in ("low", "high")]
+            axis.fill_between(points["time_s"], *band, color=look["color"], alpha=0.15, lw=0)
+            drawn.append(points.assign(hosts=group.key["hosts"]))
+        style.title(axis, title)
+        axis.set_xlabel("time since step 0 (s)")
+        if column.unit == "%":
+            axis.set_ylim(max(0, axis.get_ylim()[0]), 100)
+        if not alike or style.is_first(axis):
+            axis.set_ylabel(column.heading.replace("test", "validation", 1))
+    if not drawn:
         raise Failure(missing, exits.BAD_DATA)
-    panels: dict[str, list[tuple[float | None, list[Row]]]] = {}
-    for points, words in zip(drawable, curve_settings(drawable, count), strict=True):
-        last = points[-1].group
-        panels.setdefault(_title(last, words), []).append((last.key["rate_mbit"], points))
-    check(len(panels))
-    return [Panel(title, drawn) for title, drawn in panels.items()]
+    ends = [points["time_s"].iloc[-1] for points in drawn]
+    if max(ends) > style.WIDE * min(ends):
+        for axis in axes:
+            style.log_scale(axis, "x")
+    every = pd.concat(drawn)
+    looks.legend(axes[0], every["hosts"])
+    for mbit in looks.rates if every["hosts"].max() > 1 else ():
+        axes[0].plot([], [], **looks.line(mbit), label=rate_words(mbit))
+    style.legend(made, axes, style.repeats([int(n) for n in every["n"]], "bands"))
+    return made
+
+
+def _curve(loaded: Loaded, group: Group) -> pd.DataFrame:
+    """The primary metric of validation after each epoch that all timing runs reached: time_s (mean), mean, low, high,
+    n."""
+    name = f"validation_{scores.primary(group.runs)[0]}"
+    every = (frame.epochs(loaded, folder) for folder in group.column("run_dir", timing=True))
+    frames = [known for epochs in every if name in epochs and len(known := epochs.dropna(subset=[name]))]
+    rows = []
+    for _, members in pd.concat(frames).groupby("epoch") if frames else ():
+        score, seconds = summary(members[name]), summary(members["elapsed_s"])
+        if len(members) == len(frames) and score is not None and seconds is not None:
+            rows.append((seconds.mean, score.mean, *(score.span or (None, None)), score.n))
+    return pd.DataFrame(rows, columns=["time_s", "mean", "low", "high", "n"], dtype=float)

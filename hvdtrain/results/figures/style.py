@@ -93,9 +93,9 @@ def grid(panels: int, *, columns: int = 2, height_in: float = 2.5, **shared: Any
     return figure, flat[:panels]
 
 
-def first_column(axes: Sequence[Any]) -> list[Any]:
-    """The axes at the left edge of the figure."""
-    return [axis for axis in axes if axis.get_subplotspec().is_first_col()]
+def is_first(axis: Any) -> bool:
+    """Whether the axis is at the left edge of the figure."""
+    return bool(axis.get_subplotspec().is_first_col())
 
 
 def wrapped(text: str, letters: int) -> str:

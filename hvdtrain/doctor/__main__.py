@@ -43,6 +43,7 @@ the finding, and how to fix it. It changes nothing on any host.
 examples:
   hvdtrain doctor                          # this machine; in a Slurm allocation, its hosts too
   hvdtrain doctor -H a:2,b:2               # and these hosts, and the links between them
+  hvdtrain doctor -H a:2,b:2 train.py data # and whether each host has these files
   hvdtrain doctor --hostfile hosts.txt --nic eth1 --json
   hvdtrain cluster exec a -- hvdtrain doctor -H a:2,b:2    # inside a virtual cluster
 
@@ -55,6 +56,7 @@ def parser() -> Parser:
     which = top.add_mutually_exclusive_group()
     which.add_argument("-H", "--hosts", metavar="A:2,B:2", help="hosts and their slots, as for horovodrun")
     which.add_argument("--hostfile", metavar="FILE", type=Path, help="hosts as `a slots=2` lines")
+    top.add_argument("paths", nargs="*", metavar="PATH", help="what every host needs, such as the script and its data")
     top.add_argument("--nic", metavar="DEV", help="interface for the job's data, on every host")
     top.add_argument("--run-dir", metavar="DIR", default="results", help="folder for run folders (default: results)")
     top.add_argument("--quick", action="store_true", help="do not load Horovod or measure bandwidth")
@@ -207,6 +209,7 @@ def ask_all(hosts: Hosts, needed: list[str]) -> None:
             folder=str(Path.cwd()),
             run_folder=hosts.options.run_dir,
             needed=needed,
+            paths=hosts.options.paths,
         )
     for host, future in waiting.items():
         try:
@@ -314,12 +317,13 @@ def examine_host(slot: Slots, hosts: Hosts, used: Mapping[str, Any] | None) -> N
         report.add(*host_checks.shell(host, hosts.agents[host].noise))
         report.add(host_checks.same_environment(host, facts, here, hosts.python))
         report.add(host_checks.same_code(host, facts, here, str(Path.cwd())))
+        report.add(*host_checks.same_paths(host, facts, here))
         report.add(*host_checks.needed_programs(host, facts))
         report.add(host_checks.clock(host, hosts.clocks[host]))
     report.add(host_checks.name_resolution(host, facts, used, hosts.several))
     report.add(host_checks.interfaces(host, facts, used, hosts.options.nic, hosts.several))
     report.add(*(host_checks.medium(host, facts, used) if hosts.several else []))
-    report.add(*host_checks.throttled(host, facts))
+    report.add(*host_checks.throttled(host, facts), *(host_checks.sleeping(host, facts) if hosts.several else []))
     report.add(host_checks.disk(host, facts))
     if slot.slots:
         report.add(host_checks.slots(host, facts, slot.slots))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -241,6 +242,32 @@ def same_code(where: str, facts: Facts, here: Facts, folder: str) -> Check:
         fix = f"{_prepare(where)}, or bring both to the same commit (git pull, git stash)"
         return Check(name="code", status=FAIL, where=where, what=what, fix=fix, facts=data)
     return Check(name="code", status=OK, where=where, what=f"same code as here ({_commit(remote)})", facts=data)
+
+
+def same_paths(where: str, facts: Facts, here: Facts) -> list[Check]:
+    """Compare what the job reads with this machine's files, by number and bytes."""
+    checks = []
+    for path, there in facts["paths"].items():
+        own, top = here["paths"][path], "/" if path.startswith("/") else here["folder"]
+        fix = shlex.join(["rsync", "-aR", path, f"{where}:{top}"])
+        data = {"path": path, "there": there, "here": own}
+        status, what = OK, f"{path} is the same as here"
+        if there is None or own is None:
+            status, what = FAIL, f"{path} is missing" + (" on this machine" if own is None else "")
+        elif there != own:
+            status, what = WARN, f"{path} has {there[1]} files, {there[0]:,} bytes; here {own[1]}, {own[0]:,}"
+        fix = "" if status == OK else "give a path that exists" if own is None else fix
+        checks.append(Check(name="path", status=status, where=where, what=what, fix=fix, facts=data))
+    return checks
+
+
+def sleeping(where: str, facts: Facts) -> list[Check]:
+    """Find laptops, which sleep when they are left alone or their lid is closed: the others then wait."""
+    if not facts["battery"]:
+        return []
+    what, fix = "it has a battery: a laptop that falls asleep stops the job", "start the job with systemd-inhibit"
+    fix += " --what=idle:sleep:handle-lid-switch on the first host, and run it with `sleep infinity` on others"
+    return [Check(name="sleep", status=WARN, where=where, what=what, fix=fix)]
 
 
 def _prepare(where: str) -> str:

@@ -136,8 +136,25 @@ def disk(folder: pathlib.Path) -> dict[str, typing.Any]:
     return {"folder": str(parent), "free_bytes": free, "writable": os.access(str(parent), os.W_OK)}
 
 
-def facts(python: str, packages: list[str], folder: str, run_folder: str, needed: list[str]) -> dict[str, typing.Any]:
-    """Facts about this host. `needed` are names of programs, `folder` is the folder in which the job starts."""
+def size_of(path: str) -> list[int] | None:
+    """Bytes and number of the files at a path, or None if nothing is there."""
+    if os.path.isfile(path):  # noqa: PTH113 (is_file raises)
+        return [os.path.getsize(path), 1]  # noqa: PTH202
+    files = [os.path.join(top, name) for top, _, names in os.walk(path) for name in names]  # noqa: PTH118
+    sizes = [os.lstat(name).st_size for name in files]
+    return [sum(sizes), len(sizes)] if os.path.isdir(path) else None  # noqa: PTH112
+
+
+def has_battery() -> bool:
+    """Whether a battery powers this computer. Those of mice and keyboards have a scope."""
+    supplies = pathlib.Path("/sys/class/power_supply").glob("*/type")
+    return any(kind.read_text() == "Battery\n" and not (kind.parent / "scope").exists() for kind in supplies)
+
+
+def facts(
+    python: str, packages: list[str], folder: str, run_folder: str, needed: list[str], paths: list[str]
+) -> dict[str, typing.Any]:
+    """Facts about this host. `needed`: names of programs. `folder`: where the job starts. `paths`: what it reads."""
     here = folder if pathlib.Path(folder).is_dir() else None
     versions = output([python, "-P", "-c", VERSIONS, *packages], cwd=here) if os.access(python, os.X_OK) else None
     environment = json.loads(versions) if versions else None
@@ -154,6 +171,8 @@ def facts(python: str, packages: list[str], folder: str, run_folder: str, needed
         "wsl": "microsoft" in os.uname().release.lower(),
         "disk": disk(pathlib.Path(folder, run_folder)),
         "folder": here,
+        "paths": {path: size_of(os.path.join(folder, path)) for path in paths},  # noqa: PTH118
+        "battery": has_battery(),
         "missing": [program for program in needed if shutil.which(program) is None],
         "environment": environment,
         "code": code(environment["code"]) if environment and environment["code"] else None,

@@ -209,6 +209,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation | Launcher]] = {
     ("doctor",): ("find problems that would make a job hang or crawl", Part("doctor.__main__")),
     ("monitors",): ("list this host's power and resource sensors", Part("monitors.__main__")),
     ("plan",): ("predict steps on other hosts, links and strategies", Part("plan.command")),
+    ("measure",): ("measure hosts and their links for training, as one small file", Part("measure")),
     ("sweep",): ("run a grid of experiments, skip the finished ones", Part("sweep.__main__")),
     ("results",): ("tables, plots and reports from run folders", Part("results.__main__")),
 }

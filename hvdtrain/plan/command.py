@@ -259,7 +259,7 @@ def _measured_hosts(made: Profile, config: TrainConfig, cluster: Sequence[Host],
             f"host {slowest} is the slowest: it computes a step in {steps_s[slowest]:.3g} s, host {fastest} in "
             f"{steps_s[fastest]:.3g} s; without {slowest}, the job would be {gain:.2f} times as fast"
         )
-    return dataclasses.replace(plan, notes=notes)
+    return dataclasses.replace(plan, notes=notes, steps_s=steps_s)
 
 
 def _from_workload(options: Any, counts: Sequence[int] | None, rates: Sequence[int] | None) -> Plan:

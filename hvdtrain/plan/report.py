@@ -30,6 +30,8 @@ class Plan:
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Strategy -> why it cannot run"""
     notes: Sequence[str] = ()
+    steps_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Host of -H -> seconds in which it computes its part of a step"""
 
     def best(self, network: str) -> dict[int, Prediction]:
         """Return the best strategy for each number of hosts."""
@@ -189,5 +191,6 @@ def as_json(plan: Plan) -> dict[str, Any]:
             for network, counts in plan.networks.items()
         ],
         "refused": dict(plan.refused),
+        "steps_s": dict(plan.steps_s),
         "notes": list(plan.notes),
     }

@@ -8,7 +8,7 @@ import math
 import sys
 from pathlib import Path
 
-from hvdtrain.results import RESULTS, TABLES, TARGET, figures
+from hvdtrain.results import RESULTS, TABLES, TARGET, figures, measured
 from hvdtrain.system import exits
 from hvdtrain.system.arguments import Parser
 
@@ -86,6 +86,8 @@ def parser() -> Parser:
     export.add_argument("--to", "--format", choices=TABLES, default="csv", dest="to", help="default: csv")
     export.add_argument("--json", action="store_const", dest="to", const="json", help="same as --to json")
     export.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: standard output")
+    files = add("measured", "files of hvdtrain measure as one table", roots=False, forms=False)
+    files.add_argument("files", nargs="+", type=Path, metavar="FILE")
     plot = add("plot", "a figure as SVG, PNG or PDF", roots=False, forms=False)
     plot.description = "A figure:\n" + "\n".join(f"  {name:<14}{what}" for name, (what, *_) in figures.KINDS.items())
     plot.add_argument("kind", choices=tuple(figures.KINDS), metavar="KIND")
@@ -125,6 +127,9 @@ def target(text: str) -> tuple[str | None, float]:
 def main(arguments: list[str]) -> int:
     """Returns the exit code. Raises Failure with a message for the user."""
     options = parser().parse_args(arguments)
+    if options.command == "measured":
+        print(measured.text([measured.read(path) for path in options.files]), end="")
+        return exits.OK
     from hvdtrain.results import commands  # loads pandas
 
     return commands.run(options)

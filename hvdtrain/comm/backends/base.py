@@ -104,7 +104,7 @@ class LeaderGroup:
         """Send part(j) to each other host j; yield (host, received bytes) in an order that never changes.
 
         With `even`, which must be equal on all hosts, all parts have the same length. Then part(j) is called only when
-        it is needed, while the previous part is in flight, and a long part is sent only when its receiver is ready.
+        it is needed, while the previous part is in flight, and a long part may wait until its receiver is ready.
         """
         return iter(())
 

@@ -6,9 +6,9 @@ once, however many ranks the host has.
 
 Leaders sum in a ring: each sends to the next and receives from the previous one, so each link carries one stream in
 each direction and no host can run ahead. All other exchanges are pairwise: in round s, host i sends to host i+s and
-receives from host i-s. Long messages wait until their receiver is ready, so no two hosts send to a third at once. If
-they did, a slow link's queue would drop packets, and TCP would notice only after its timeout of 200 ms. Messages that
-fit into that queue together are sent to all hosts at once.
+receives from host i-s. Among three hosts or more, long messages wait until their receiver is ready, so no two hosts
+send to a third at once. If they did, a slow link's queue would drop packets, and TCP would notice only after its
+timeout of 200 ms. Messages that fit into that queue together are sent to all hosts at once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def all_to_all_hops(nbytes: int, hosts: int, *, even: bool = False) -> int:
         return 0
     if _sent_at_once(nbytes, hosts):
         return 1
-    return (hosts - 1) * (2 if _waits_for_receiver(nbytes, even) else 1)
+    return (hosts - 1) * (2 if _waits_for_receiver(nbytes, hosts, even) else 1)
 
 
 def _sent_whole(nbytes: int, itemsize: int, hosts: int) -> bool:
@@ -67,8 +67,9 @@ def _sent_at_once(nbytes: int, hosts: int) -> bool:
     return nbytes <= max(SMALL_BYTES, QUEUE_BYTES // (hosts - 1))
 
 
-def _waits_for_receiver(nbytes: int, even: bool) -> bool:
-    return even and nbytes > QUEUE_BYTES
+def _waits_for_receiver(nbytes: int, hosts: int, even: bool) -> bool:
+    """Whether a receiver says that it is ready. Of two hosts it has only one sender."""
+    return even and hosts > 2 and nbytes > QUEUE_BYTES
 
 
 class TcpLeaderGroup(LeaderGroup):
@@ -95,7 +96,7 @@ class TcpLeaderGroup(LeaderGroup):
                 self._swap(target, one, None)
         for target, source in rounds:
             own = None if at_once else next(parts)
-            if _waits_for_receiver(largest, even):  # wait for the receiver's ready token
+            if _waits_for_receiver(largest, self.count, even):  # wait for the receiver's ready token
                 self._swap(source, NOTHING, target)
             yield source, self._swap(target, own, source)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -249,7 +248,8 @@ class Parameters:
 
 
 def _finite(gradients: torch.Tensor) -> bool:
-    return not gradients.numel() or math.isfinite(float(torch.linalg.vector_norm(gradients, ord=torch.inf)))
+    # On a CPU, vector_norm(ord=inf) takes nine times as long.
+    return not gradients.numel() or bool(torch.stack(torch.aminmax(gradients)).isfinite().all())
 
 
 def by_name(

@@ -83,7 +83,7 @@ LAUNCH = """Start ranks with settings that suit the link between their hosts, ea
 examples:
   hvdtrain launch mpirun -np 2 python -m hvdtrain.resnet
   hvdtrain launch horovodrun -H a:2,b:2 python -m hvdtrain.resnet
-  hvdtrain launch torchrun -H a:1,b:1 --strategy local-sgd+int8 train.py
+  hvdtrain launch torchrun -H a:1,b:1 --strategy fast train.py
 """
 
 
@@ -208,6 +208,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation | Launcher]] = {
     ("throttle",): ("limit the bandwidth of links, show, verify and clear the limits", Part("lab.throttle.__main__")),
     ("doctor",): ("find problems that would make a job hang or crawl", Part("doctor.__main__")),
     ("monitors",): ("list this host's power and resource sensors", Part("monitors.__main__")),
+    ("strategies",): ("list presets and strategies, with what they cost", Part("strategies.catalog")),
     ("plan",): ("predict steps on other hosts, links and strategies", Part("plan.command")),
     ("measure",): ("measure hosts and their links for training, as one small file", Part("measure")),
     ("sweep",): ("run a grid of experiments, skip the finished ones", Part("sweep.__main__")),

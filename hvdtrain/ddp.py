@@ -1,8 +1,8 @@
 """Run an unmodified script whose DistributedDataParallel exchanges by a strategy.
 
 examples:
-  torchrun --nproc-per-node 2 -m hvdtrain.ddp --strategy powersgd:rank=4 train.py --epochs 3
-  torchrun --nproc-per-node 2 -m hvdtrain.ddp --strategy local-sgd:every=8+int8 -m my.training
+  torchrun --nproc-per-node 2 -m hvdtrain.ddp --strategy balanced train.py --epochs 3
+  torchrun --nproc-per-node 2 -m hvdtrain.ddp --strategy fast -m my.training
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def parser() -> Parser:
         description=__doc__,
         allow_abbrev=False,
     )
-    top.add_argument("--strategy", metavar="S", help=f"(default: HVDTRAIN_STRATEGY, or {DEFAULT_REDUCER})")
+    top.add_argument("--strategy", metavar="S", help="(default: HVDTRAIN_STRATEGY, or exact)")
     top.add_argument("-m", action="store_true", dest="module", help="SCRIPT names a module")
     top.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="the script and its arguments")
     return top
@@ -38,13 +38,13 @@ def main(arguments: list[str]) -> None:
     options = parser().parse_args(arguments)
     sys.modules["__main__"].__file__ = next(iter(options.script), None)  # an error message names its line
     if not options.script:
-        raise Failure("no script given; hint: python -m hvdtrain.ddp --strategy powersgd train.py", exits.USAGE)
+        raise Failure("no script given; hint: python -m hvdtrain.ddp --strategy balanced train.py", exits.USAGE)
     script = options.script[0]
     if not options.module and not Path(script).is_file():
         raise Failure(f"{script}: no such script; hint: name a file, or -m MODULE", exits.USAGE)
     from hvdtrain.horovod_api import job  # loads Horovod's package
 
-    strategy = options.strategy or os.environ.get(job.VARIABLE) or DEFAULT_REDUCER
+    strategy = job.resolved(options.strategy or os.environ.get(job.VARIABLE) or DEFAULT_REDUCER)
     from hvdtrain.torch import attached  # loads PyTorch
 
     attached.watch_script(strategy)

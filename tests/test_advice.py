@@ -16,6 +16,7 @@ from hvdtrain.models.resnet import ResNetSpec, parameters
 from hvdtrain.observe.timing import Spent, step_shares
 from hvdtrain.plan import coding, learning, prediction, profile, recorded
 from hvdtrain.plan.advice import after_run
+from hvdtrain.strategies import presets
 from hvdtrain.strategies.spec import parse
 
 SHAPES = [list(shape) for shape in parameters(ResNetSpec(channels=1, classes=10, width=0.125)).values()]
@@ -33,19 +34,19 @@ def advised(folder: Path, **settings: Any) -> str:
 
 
 @pytest.mark.parametrize("strategy", ["hierarchical", "int8", "allreduce", "native:hook=fp16"])
-def test_the_advice_is_the_candidate_with_the_shortest_time_to_an_accuracy(tmp_path: Path, strategy: str) -> None:
+def test_the_advice_is_the_preset_with_the_shortest_time_to_an_accuracy(tmp_path: Path, strategy: str) -> None:
     folder = waited(tmp_path / "run", strategy=strategy)
     names = prediction.reducers([parse(each) for each in learning.SHOWN])
     made = recorded.as_profile(recorded.read(folder), [])
     made = profile.with_coding(made, coding.recorded(names, SHAPES))
     (folder / profile.NAME).write_text(json.dumps(profile.as_json(msgspec.structs.replace(made, factors={}))))
     run = recorded.read(folder)
-    able = [parse(name) for name in learning.candidates("sgd")]
+    able = [parse(name, "sgd") for name in presets.NAMES]
     made = recorded.as_profile(run, able)
     predicted = [prediction.predict(made, each, run.hosts(), run.global_batch) for each in able]
     first = min(predicted, key=lambda each: each.step_s * sum(each.steps_factor or ()))
     text = advised(folder)
-    assert f"try --strategy {first.strategy}, {1.8 / first.step_s:.2g} times as fast" in text
+    assert f"try --strategy {presets.named(first.strategy, 'sgd')}, {1.8 / first.step_s:.2g} times as fast" in text
     assert f"{1.8 / first.interval_s[1]:.2g} to {1.8 / first.interval_s[0]:.2g}" in text
     strategies.resolve(TrainConfig(strategy=first.strategy))
 

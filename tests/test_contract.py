@@ -83,6 +83,7 @@ def imported() -> None:
     )
     others = (
         "plan.command",
+        "strategies.catalog",
         "data.images",
         "captions.prepare",
         "models.vgg16_weights",
@@ -178,6 +179,7 @@ WORKLOADS = [name for name in COMMANDS if name.startswith("train ")]
 JSON = {
     "data list": "",
     "monitors": "",
+    "strategies": "",
     "doctor": "--quick",
     "throttle": "show --dev lo",
     "sweep": "sweep.toml --dry-run",

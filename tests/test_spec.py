@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -17,8 +18,12 @@ from hypothesis import strategies as some
 
 from hvdtrain.config import constraints
 from hvdtrain.config.options import TrainConfig
-from hvdtrain.strategies import Layout, Reducer, Strategy, parse, registry
+from hvdtrain.horovod_api import job
+from hvdtrain.models.resnet import ResNetSpec, parameters
+from hvdtrain.resnet import ResNetConfig
+from hvdtrain.strategies import Layout, Reducer, Strategy, parse, presets, registry
 from hvdtrain.strategies.algorithms.local_sgd import LocalSGD
+from hvdtrain.training import resume
 
 ALGORITHMS, REDUCERS = registry.names(Strategy), registry.names(Reducer)
 KNOWN: dict[str, Any] = {name: registry.lookup(name) for name in [*ALGORITHMS, *REDUCERS]}
@@ -88,6 +93,8 @@ def typed(name: str, settings: dict[str, Any]) -> str:
         ("powersgd:rank=0", "rank is 0; hint: give a whole number >= 1"),
         ("local-sgd:outer_lr=nan", "outer_lr is nan"),
         ("allreduce:rank=2", "no setting 'rank' of allreduce; its settings: none"),
+        ("fast:every=2", "the preset fast takes no options"),
+        ("balanced+int8", "the preset balanced takes no options"),
     ],
 )
 def test_errors_list_what_is_valid(text: str, message: str) -> None:
@@ -95,6 +102,30 @@ def test_errors_list_what_is_valid(text: str, message: str) -> None:
         parse(text)
     assert str(failure.value).startswith(f"--strategy {text}: ")
     assert message in str(failure.value)
+
+
+@pytest.mark.parametrize("optimizer", presets.FAMILIES)
+def test_presets_stand_for_strategies_whose_bytes_are_those_of_the_table(optimizer: Any) -> None:
+    shapes, layout = list(parameters(ResNetSpec(channels=1, classes=10, width=0.25)).values()), Layout(ranks=4, hosts=4)
+    exact = parse("exact", optimizer)
+    assert exact.facts(buckets=True)["exact"]
+    for name, preset in presets.FAMILIES[optimizer].presets.items():
+        spec = parse(name, optimizer)
+        assert str(spec) == preset.strategy
+        spec.check(TrainConfig(optimizer=optimizer))
+        ratio = exact.cost(shapes, layout).sent_bytes / spec.cost(shapes, layout).sent_bytes
+        assert 1 / Fraction(preset.sent) == round(ratio)
+
+
+def test_a_workload_resolves_a_preset_with_its_optimizer_and_a_script_says_that_it_does_not_know_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for flags, optimizer in ((), "sgd"), (("--optimizer", "muon"), "muon"):
+        config = resume.parse(ResNetConfig, "resnet", "", ["--strategy", "fast", *flags])
+        assert parse(config.strategy) == parse("fast", optimizer)
+    job.resolved.cache_clear()
+    assert [str(job.wanted("fast")) for _ in range(2)] == [presets.strategy("fast", None)] * 2
+    assert capsys.readouterr().err.count(f"fast is {presets.strategy('fast', None)}, as for Adam") == 1
 
 
 def test_every_strategy_has_a_cost_and_every_setting_a_description() -> None:

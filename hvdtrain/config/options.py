@@ -121,12 +121,13 @@ class Communication:
     GROUP: ClassVar[str] = "communication"
 
     strategy: str = "allreduce"
-    """Communication strategy; try `--strategy help`
+    """exact, balanced, fast, auto, or a strategy
 
-    ALGORITHM[:KEY=VALUE,...][+REDUCER[:KEY=VALUE,...]]: Horovod's own all-reduce or a strategy for slow networks.
-    `--strategy help` lists all of them, `--strategy help:NAME` explains one. auto chooses one before step 0, and
-    again when steps take another time. auto:exact keeps sums exact, auto:within=0.3 limits the recorded loss of
-    accuracy to 0.3 points."""
+    exact, balanced and fast are presets, whose strategies depend on --optimizer: see `hvdtrain strategies`. auto
+    chooses a strategy before step 0, and again when steps take another time. auto:exact keeps sums exact,
+    auto:within=0.3 limits the recorded loss of accuracy to 0.3 points. In full, a strategy is
+    ALGORITHM[:KEY=VALUE,...][+REDUCER[:KEY=VALUE,...]]; `--strategy help` lists all of them with the bytes of the
+    model."""
     backend: Literal["tcp", "mpi"] = "tcp"
     """What connects the hosts
 

@@ -9,7 +9,7 @@ from hvdtrain.strategies import Spec
 def conflict(exchange: Spec, *, op: int, compressed: bool, all_ranks: bool, loss_scaling: bool = False) -> str:
     """Return why a strategy cannot be combined with these arguments; empty if it can."""
     if compressed:
-        return "compression= is part of the strategy; hint: leave it out and name a reducer, see --strategy help"
+        return "compression= is part of the strategy; hint: leave it out, and choose from `hvdtrain strategies`"
     if op not in (Op.AVERAGE, Op.SUM):
         return "gradients can only be averaged (op=hvd.Average) or summed (op=hvd.Sum)"
     if op == Op.SUM and exchange.capabilities.local_updates:

@@ -39,7 +39,7 @@ from hvdtrain.horovod_api.installed import Horovod
 from hvdtrain.horovod_api.ranks import NOT_INITIALISED, Job
 from hvdtrain.horovod_api.ranks import is_connected as is_connected
 from hvdtrain.horovod_api.ranks import job as job
-from hvdtrain.strategies import Spec, automatic, parse
+from hvdtrain.strategies import Spec, automatic, parse, presets
 from hvdtrain.strategies.automatic import Rule
 from hvdtrain.strategies.cost import Shape
 from hvdtrain.strategies.registry import DEFAULT_REDUCER
@@ -120,7 +120,7 @@ def wanted(strategy: str | None = None, *, chooses: bool = False) -> Spec | None
     missing = next((front.missing for front in _known if front.missing), "")
     if not text and (launcher in WITHOUT_HOROVOD or (missing and launcher == "alone")):
         text = DEFAULT_REDUCER
-    exchange = parse(text or TrainConfig.strategy)
+    exchange = parse(resolved(text or TrainConfig.strategy))
     backend = exchange.capabilities.backend
     if backend == "horovod" and launcher not in WITHOUT_HOROVOD:
         if missing:
@@ -141,8 +141,20 @@ def wanted(strategy: str | None = None, *, chooses: bool = False) -> Spec | None
         raise Failure(f"strategy {exchange}: {reason}", exits.BAD_CONFIG)
     if launcher == "elastic" and not exchange.capabilities.elastic:
         problem = f"--elastic: ranks with strategy {exchange} cannot continue without a lost host"
-        raise Failure(f"{problem}; hint: use {DEFAULT_REDUCER}, powersgd or local-sgd", exits.BAD_CONFIG)
+        raise Failure(f"{problem}; hint: use {', '.join(presets.NAMES)}", exits.BAD_CONFIG)
     return exchange
+
+
+@functools.cache
+def resolved(text: str) -> str:
+    """The strategy of a preset, which rank 0 prints; another strategy string as it is. Raises Failure (78)."""
+    preset = presets.of(text)
+    if preset is None:
+        return text
+    strategy = presets.strategy(preset, None)
+    if launch_env().rank == 0:
+        say(f"strategy {preset} is {strategy}, as for Adam, because the optimizer of a script is not known")
+    return strategy
 
 
 def stall_limit_s() -> float:

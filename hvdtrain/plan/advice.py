@@ -8,6 +8,7 @@ from hvdtrain.config.batch_plan import micro_batches
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.plan import choice, learning, prediction, recorded
 from hvdtrain.plan.prediction import EXACT_REDUCER
+from hvdtrain.strategies import presets
 from hvdtrain.strategies.automatic import Rule
 from hvdtrain.system.exits import Failure
 
@@ -37,18 +38,26 @@ def after_run(config: TrainConfig, folder: Path) -> str | None:
         return f"{waited}{flags}--shares measured (some ranks compute more slowly; docs/guides/choose-a-strategy.md)"
     exchanges, hosts = choice.candidates(Rule(), config), run.hosts()
     made = recorded.as_profile(run, exchanges)
-    best = prediction.best([prediction.predict(made, each, hosts, run.global_batch) for each in exchanges])
-    if best.interval_s is None or best.steps_factor is None:
-        return None
+    predictions = [prediction.predict(made, each, hosts, run.global_batch) for each in exchanges]
     known = learning.of(run.exchange, config.optimizer)
     own_s = run.step_s * (sum(known.steps) / 2 if known else 1.0)
-    if not run.links or own_s <= best.ranking_s * best.interval_s[1] / best.step_s:
+    better = [each for each in predictions if run.links and _is_clearly_shorter(each, own_s)]
+    by_preset = [each for each in better if presets.named(each.strategy, config.optimizer) in presets.NAMES]
+    if not better:
         return None
+    best = prediction.best(by_preset or better)
+    assert best.interval_s and best.steps_factor
+    name = presets.named(best.strategy, config.optimizer)
     least, speedup, most = (run.step_s / each for each in (best.interval_s[1], best.step_s, best.interval_s[0]))
     fewest, steps = best.steps_factor
     loss = f", {best.loss_points:g} points less accuracy at the end" if best.loss_points else ""
     learns = "" if steps == 1 else f"; recorded: {fewest:g} to {steps:g} times as many steps to an accuracy{loss}"
     return (
-        f"{waited}--strategy {best.strategy}, {speedup:.2g} times as fast by prediction (90 % interval {least:.2g} to "
+        f"{waited}--strategy {name}, {speedup:.2g} times as fast by prediction (90 % interval {least:.2g} to "
         f"{most:.2g}{learns}; docs/guides/choose-a-strategy.md)"
     )
+
+
+def _is_clearly_shorter(each: prediction.Prediction, own_s: float) -> bool:
+    """Whether training with it takes less time than `own_s` a step, even at the slow end of the interval."""
+    return bool(each.interval_s and each.steps_factor and own_s > each.ranking_s * each.interval_s[1] / each.step_s)

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.launch.link import address_of
@@ -19,6 +21,7 @@ from hvdtrain.plan.observe import global_batch
 from hvdtrain.plan.prediction import Host
 from hvdtrain.plan.profile import Profile
 from hvdtrain.plan.report import Plan
+from hvdtrain.strategies import presets
 from hvdtrain.strategies.spec import Spec, parse
 from hvdtrain.system import exits
 from hvdtrain.system.arguments import Parser
@@ -150,15 +153,24 @@ def rates_of(text: str) -> list[int]:
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
-def _wanted(options: Any) -> list[Spec]:
-    """Return the strategies of a plan. Raises Failure (78) for unknown names."""
-    return [parse(name) for name in options.strategy or learning.SHOWN]
+def _wanted(options: Any, optimizer: str | None = None) -> list[Spec]:
+    """Return the strategies of a plan. Raises Failure (78) for unknown names.
+
+    `optimizer`: decides what presets stand for. Before it is known, all that they may stand for are returned.
+    """
+    families = [optimizer] if optimizer else presets.FAMILIES
+    return list(dict.fromkeys(parse(name, each) for name in options.strategy or learning.SHOWN for each in families))
+
+
+def _like_adam(made: Profile) -> Profile:
+    """Return the profile of a model whose optimizer is not known."""
+    return msgspec.structs.replace(made, setup={**made.setup, "optimizer": presets.UNKNOWN})
 
 
 def exchanges_of(options: Any, config: TrainConfig, made: Profile) -> tuple[list[Spec], dict[str, str]]:
     """Return the strategies to predict, and why others cannot run or be predicted. Raises Failure (78) if none can."""
     able, refused = [], dict[str, str]()
-    for exchange in _wanted(options):
+    for exchange in _wanted(options, made.setup.get("optimizer")):
         try:
             exchange.check(config)
             if made.drop_in and exchange.capabilities.backend not in ("tcp", "horovod"):
@@ -273,6 +285,10 @@ def _from_workload(options: Any, counts: Sequence[int] | None, rates: Sequence[i
         found = observe.observed(options, counts or [1, 2, 4, 8], names)
     made, config = found.profile, found.config
     assert made and config
+    notes = list(found.notes)
+    if made.drop_in:
+        made = _like_adam(made)
+        notes.append("the optimizer of a script is not known: presets and steps to an accuracy are those of Adam")
     coding = [host.profile.coding_s for host in cluster if host.profile]
     known = set(made.coding_s).intersection(*coding)
     made = profile.with_coding(made, {name: max(each[name] for each in coding) for name in known if coding})
@@ -281,7 +297,7 @@ def _from_workload(options: Any, counts: Sequence[int] | None, rates: Sequence[i
         plan = _measured_hosts(made, config, cluster, able)
     else:
         plan = _equal_hosts(made, config, options, counts, rates, able)
-    return dataclasses.replace(plan, refused=refused, notes=[*plan.notes, *found.notes])
+    return dataclasses.replace(plan, refused=refused, notes=[*plan.notes, *notes])
 
 
 def _from_sizes(options: Any, counts: Sequence[int] | None, rates: Sequence[int] | None) -> Plan:
@@ -289,6 +305,7 @@ def _from_sizes(options: Any, counts: Sequence[int] | None, rates: Sequence[int]
     made, notes = sizes.profiled(
         options.parameters, options.trainable, options.step_seconds, names, options.ranks_per_host, size
     )
+    made = _like_adam(made)
     config = TrainConfig(framework="torch", batch_size=None if size else 1, global_batch_size=size)
     able, refused = exchanges_of(options, config, made)
     if cluster:

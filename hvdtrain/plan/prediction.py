@@ -271,7 +271,7 @@ def unpredictable(profile: Profile, exchange: Spec) -> str | None:
         return f"{exchange}: no time was left to measure {', '.join(missing)}; hint: give fewer --strategy"
     cost = exchange.cost(profile.shapes, Layout(ranks=2, hosts=2))
     if exchange.reducer is None and any(phase.codec != "fp32" for phase in cost.phases):
-        return f"{exchange}: its own compression cannot be measured; hint: a reducer, see --strategy help"
+        return f"{exchange}: its own compression cannot be measured; hint: a reducer, see `hvdtrain strategies`"
     return None
 
 

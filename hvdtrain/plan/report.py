@@ -12,6 +12,7 @@ from typing import Any
 from hvdtrain.observe.terminal import terminal_width, wrapped
 from hvdtrain.plan.prediction import Prediction, best
 from hvdtrain.plan.profile import Profile
+from hvdtrain.strategies import presets
 
 GAIN = 1.05
 """More hosts are worth advice if they make training this many times as fast"""
@@ -36,6 +37,10 @@ class Plan:
     def best(self, network: str) -> dict[int, Prediction]:
         """Return the best strategy for each number of hosts."""
         return {1: self.one, **{count: best(each) for count, each in self.networks[network].items() if count > 1}}
+
+    def named(self, prediction: Prediction) -> str:
+        """Return the preset of a prediction's strategy; the strategy itself if there is none."""
+        return presets.named(prediction.strategy, self.profile.setup.get("optimizer"))
 
 
 def text(plan: Plan) -> str:
@@ -150,11 +155,11 @@ def advice(plan: Plan, network: str) -> str:
         if len(by_count) == 1:
             return f"{network}: one host"
         return (
-            f"{network}: do not add hosts: {last.hosts} are {_gain(last, plan.one)} with {last.strategy}; "
+            f"{network}: do not add hosts: {last.hosts} are {_gain(last, plan.one)} with {plan.named(last)}; "
             f"the bottleneck is {last.bottleneck}"
         )
     sentence = (
-        f"{network}: {enough} hosts with {chosen.strategy} are {_gain(chosen, plan.one)}; "
+        f"{network}: {enough} hosts with {plan.named(chosen)} are {_gain(chosen, plan.one)}; "
         f"the bottleneck is {chosen.bottleneck}"
     )
     more = max(by_count) > enough

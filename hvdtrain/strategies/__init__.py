@@ -11,6 +11,7 @@ from typing import Any
 
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.strategies import automatic, registry
+from hvdtrain.strategies import presets as presets
 from hvdtrain.strategies.base import Capabilities as Capabilities
 from hvdtrain.strategies.base import Strategy as Strategy
 from hvdtrain.strategies.cost import Cost as Cost
@@ -34,6 +35,6 @@ def resolve(config: TrainConfig, links: Sequence[Mapping[str, Any]] = ()) -> Spe
     `links`: the result of `RankGroup.measure_links`, empty before the ranks have found each other. `plan.choice` uses
     them for `auto`. Raises Failure (78) if the strategy is unknown or cannot be combined with the other options.
     """
-    exchange = parse(registry.DEFAULT_REDUCER if automatic.rule(config.strategy) else config.strategy)
+    exchange = parse(registry.DEFAULT_REDUCER if automatic.rule(config.strategy) else config.strategy, config.optimizer)
     exchange.check(config)
     return exchange

@@ -1,24 +1,58 @@
-"""The text of `--strategy help`, which lists all strategies, and of `--strategy help:NAME`, which explains one."""
+"""`hvdtrain strategies [NAME]`, which lists the presets and all strategies, or explains one.
+
+`--strategy help[:NAME]` is the same, with the bytes of a workload's own model.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 import textwrap
 from collections.abc import Sequence
 from typing import Any, get_type_hints
 
 from hvdtrain.config import constraints
-from hvdtrain.strategies import registry
+from hvdtrain.models.resnet import ResNetSpec, parameters
+from hvdtrain.strategies import presets, registry
 from hvdtrain.strategies.base import Strategy
 from hvdtrain.strategies.cost import Layout, Shape
 from hvdtrain.strategies.reducers.base import Reducer
 from hvdtrain.strategies.spec import described, format_value, parse, timing
+from hvdtrain.system import exits
+from hvdtrain.system.arguments import Parser
 
+PURPOSE = """List the presets of --strategy, with what each stands for and cost, and all strategies; or explain one.
+
+The MB are those of ResNet-34 at width 0.25. With --strategy help a workload prints the same for its own model.
+
+examples:
+  hvdtrain strategies
+  hvdtrain strategies powersgd
+  python -m hvdtrain.captioning --strategy help
+"""
 DEFAULT_HOSTS = 4
 """Hosts that the help assumes for a process without a launcher"""
 WIDTH = 92
 EXAMPLE = "local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4"
+
+
+def parser() -> Parser:
+    top = Parser(prog="hvdtrain strategies", description=PURPOSE)
+    top.add_argument("name", metavar="NAME", nargs="?", default="", help="a strategy, a reducer or a preset")
+    top.add_argument("--json", action="store_true", help="print one JSON document about all of them")
+    return top
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parser().parse_args(list(arguments))
+    shapes = list(parameters(ResNetSpec(channels=1, classes=10, width=0.25)).values())
+    layout = Layout(ranks=1, hosts=1)
+    if options.json:
+        print(json.dumps(as_json(shapes, _several(layout))))
+    else:
+        show(f"help:{options.name}", shapes, layout)
+    return exits.OK
 
 
 def help_requested(strategy: str) -> bool:
@@ -28,14 +62,63 @@ def help_requested(strategy: str) -> bool:
 
 def show(strategy: str, shapes: Sequence[Shape], layout: Layout) -> None:
     """Print the help for a model with these trainable arrays. Raises Failure (78) for an unknown name."""
-    hosts = layout.hosts if layout.hosts > 1 else DEFAULT_HOSTS
-    layout = dataclasses.replace(layout, ranks=max(layout.ranks, hosts), hosts=hosts)
+    layout = _several(layout)
     _, _, name = strategy.partition(":")
-    print("\n".join(_one(name, shapes, layout) if name else _all(shapes, layout)))
+    if name in presets.NAMES:
+        print("\n".join(_presets([name])))
+    else:
+        print("\n".join(_one(name, shapes, layout) if name else _all(shapes, layout)))
+
+
+def _several(layout: Layout) -> Layout:
+    """The hosts of the launcher; without one, DEFAULT_HOSTS."""
+    hosts = layout.hosts if layout.hosts > 1 else DEFAULT_HOSTS
+    return dataclasses.replace(layout, ranks=max(layout.ranks, hosts), hosts=hosts)
+
+
+def _presets(names: Sequence[str]) -> list[str]:
+    """What the presets stand for with each optimizer, and their measured costs."""
+    lines = [
+        "presets: the time of a step, its bytes (exact sums: 1) and what was learned, on four hosts of half a core"
+    ]
+    for optimizer, family in presets.FAMILIES.items():
+        others = ", and optimizers that are not known, as in scripts" if optimizer == presets.UNKNOWN else ""
+        lines += ["", f"with --optimizer {optimizer}{others}", f"  measured: {family.model}"]
+        for name in names:
+            preset = family.presets[name]
+            lines += [f"  {name:<13}{preset.strategy}", f"{'':15}{preset.time}; bytes {preset.sent}; {preset.accuracy}"]
+    return lines
+
+
+def as_json(shapes: Sequence[Shape], layout: Layout) -> dict[str, Any]:
+    """All presets and strategies as one document."""
+    return {
+        "schema": "hvdtrain/strategies/1",
+        "presets": {
+            optimizer: {
+                "model": family.model,
+                "presets": {name: preset._asdict() for name, preset in family.presets.items()},
+            }
+            for optimizer, family in presets.FAMILIES.items()
+        },
+        "hosts": layout.hosts,
+        "strategies": [
+            {
+                "name": name,
+                "kind": "reducer" if kind is Reducer else "algorithm",
+                "purpose": _purpose(registry.lookup(name)),
+                "settings": described(registry.lookup(name)),
+                "sent_bytes": parse(name).cost(shapes, layout).sent_bytes,
+            }
+            for kind in (Reducer, Strategy)
+            for name in registry.names(kind)
+        ],
+    }
 
 
 def _all(shapes: Sequence[Shape], layout: Layout) -> list[str]:
-    lines = [f"MB sent per host and step with {layout.hosts} hosts, and what each strategy does:"]
+    lines = [*_presets(presets.NAMES), ""]
+    lines += [f"MB sent per host and step with {layout.hosts} hosts, and what each strategy does:"]
     kinds = (("reducers, which sum the gradients of every step", Reducer), ("algorithms", Strategy))
     for title, kind in kinds:
         lines += ["", title]
@@ -52,7 +135,7 @@ def _all(shapes: Sequence[Shape], layout: Layout) -> list[str]:
         "",
         f"A reducer can follow the plus of {', '.join(able)} (default: {registry.DEFAULT_REDUCER}):",
         f"  --strategy {EXAMPLE}",
-        "Details of one strategy: --strategy help:NAME. Which one to choose: docs/guides/choose-a-strategy.md",
+        "Details of one strategy: hvdtrain strategies NAME. Which one to choose: docs/guides/choose-a-strategy.md",
         "Times per step on your hosts: hvdtrain plan. A choice before step 0: --strategy auto.",
     ]
 

@@ -1,4 +1,4 @@
-"""The strategy string, such as `local-sgd:every=6,staleness=1+powersgd:rank=12,bits=4`.
+"""The strategy string: a preset, or for example `local-sgd:every=6,staleness=1+powersgd:rank=12,bits=4`.
 
     ALGORITHM[:KEY=VALUE,...][+REDUCER[:KEY=VALUE,...]], or a reducer alone, which sums the gradients of every step
 
@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config import constraints
 from hvdtrain.config.options import TrainConfig
-from hvdtrain.strategies import automatic, registry
+from hvdtrain.strategies import automatic, presets, registry
 from hvdtrain.strategies.algorithms.synchronous import Synchronous
 from hvdtrain.strategies.base import Capabilities, Strategy
 from hvdtrain.strategies.cost import Cost, Layout, Shape
@@ -140,10 +140,15 @@ def timing(cost: Cost) -> str:
     return f" in {cost.hops:g} network latencies{overlap}"
 
 
-def parse(text: str) -> Spec:
-    """Resolve a strategy string. Raises Failure (78), which lists the valid names or settings."""
+def parse(text: str, optimizer: str | None = None) -> Spec:
+    """Resolve a strategy string. Raises Failure (78), which lists the valid names or settings.
+
+    `optimizer`: decides what a preset stands for; None: not known.
+    """
     if automatic.rule(text):
-        raise error(text, "auto is not possible here; hint: name a strategy, see --strategy help")
+        raise error(text, f"auto is not possible here; hint: name a strategy: {', '.join(presets.NAMES)}")
+    if preset := presets.of(text):
+        text = presets.strategy(preset, optimizer)
     words = text.split("+")
     first = _component(text, words[0], [*registry.names(Strategy), *registry.names(Reducer)], "strategy")
     if len(words) > 2:
@@ -231,7 +236,9 @@ def _component(text: str, word: str, known: Sequence[str], kind: str) -> Compone
     """Resolve one of the `known` names with its settings; failures quote the whole string."""
     name, _, settings = word.partition(":")
     if name not in known:
-        raise error(text, f"unknown {kind} {name!r}{near(name, known)}; known: {', '.join(known)}")
+        others = f"; hint: a preset: {', '.join([*presets.NAMES, automatic.NAME])}" if kind == "strategy" else ""
+        suggested = near(name, [*known, *presets.NAMES] if others else known)
+        raise error(text, f"unknown {kind} {name!r}{suggested}; known: {', '.join(known)}{others}")
     try:
         return component(name, settings)
     except Failure as failure:

@@ -312,7 +312,7 @@ def _normalize_strategies(values: dict[str, list[Any]], where: Callable[[str], s
     if "strategy" in values:
         try:
             values["strategy"] = [
-                text if strategies.automatic.rule(text) else str(strategies.parse(text))
+                text if strategies.automatic.rule(text) or strategies.presets.of(text) else str(strategies.parse(text))
                 for text in map(str, values["strategy"])
             ]
         except Failure as failure:

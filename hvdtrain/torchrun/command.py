@@ -1,4 +1,4 @@
-"""Start a DDP script on all hosts: `hvdtrain launch torchrun -H a:2,b:2 --strategy powersgd train.py`.
+"""Start a DDP script on all hosts: `hvdtrain launch torchrun -H a:2,b:2 --strategy fast train.py`.
 
 `torchrun.host` starts the ranks of each host, with torchrun's variables. The script runs under `hvdtrain.ddp` and
 needs no line of hvdtrain. mpirun starts `torchrun.host` on the hosts, if there are others than this one.
@@ -45,7 +45,7 @@ def parser() -> Parser:
         prog=PROGRAM,
         usage=f"{PROGRAM} [options] (SCRIPT | -m MODULE) [ARGUMENT ...]",
         description="Start a script on all hosts whose DistributedDataParallel exchanges by a strategy.",
-        epilog=f"examples:\n  {PROGRAM} -H a:1,b:1 --strategy local-sgd:every=8+int8 examples/hf_lora.py",
+        epilog=f"examples:\n  {PROGRAM} -H a:1,b:1 --strategy fast examples/hf_lora.py",
         allow_abbrev=False,
     )
     top.set_defaults(np=None, set=[], mca=[])
@@ -53,7 +53,11 @@ def parser() -> Parser:
     add("-H", "--hosts", metavar="a:2,b:2", help="hosts and their ranks, the same number on each")
     add("--hostfile", type=Path, metavar="FILE", help="file with one `host slots=2` per line")
     add("--nic", metavar="DEVICE", help="network interface between the hosts (default: from the route)")
-    add("--strategy", metavar="S", help="(default: HVDTRAIN_STRATEGY, or exact sums)")
+    add(
+        "--strategy",
+        metavar="S",
+        help="exact, balanced, fast, auto or see `hvdtrain strategies` (default: HVDTRAIN_STRATEGY, or exact)",
+    )
     add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="also pass this variable to other hosts")
     add("--sync", action="store_true", help="first copy the script's folder to the other hosts")
     launch.add_grace(top)

@@ -25,7 +25,7 @@ from hvdtrain.config.options import TrainConfig
 from hvdtrain.data.loader import Loader
 from hvdtrain.plan.profile import Profile, as_json
 from hvdtrain.records.identity import differing
-from hvdtrain.strategies import Spec
+from hvdtrain.strategies import Spec, presets
 from hvdtrain.system import exits, files, locks
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import manifest, run_folder
@@ -42,11 +42,11 @@ def obstacle(launcher: str, exchange: Spec, config: TrainConfig) -> tuple[str, s
     if launcher != "elastic":
         return None
     if not exchange.capabilities.elastic:
-        return f"--strategy {exchange}", "use --strategy hierarchical, powersgd or local-sgd"
+        return f"--strategy {exchange}", f"use --strategy {', '.join(presets.NAMES)}"
     if config.stages > 1:
         return f"--stages {config.stages}", "use --stages 1"
     if config.ema and exchange.capabilities.local_updates:
-        return f"--ema and --strategy {exchange}", "leave --ema out, or use --strategy powersgd"
+        return f"--ema and --strategy {exchange}", "leave --ema out, or use --strategy balanced"
     return None
 
 

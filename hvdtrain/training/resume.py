@@ -42,7 +42,7 @@ def parse(cls: type[C], workload: str, purpose: str, argv: Sequence[str] | None 
     if automatic.rule(config.strategy):
         run = kept(config)
         return dataclasses.replace(config, strategy=str(run.config["strategy"])) if run else config
-    return dataclasses.replace(config, strategy=str(strategies.parse(config.strategy)))
+    return dataclasses.replace(config, strategy=str(strategies.parse(config.strategy, config.optimizer)))
 
 
 def flags(argv: Sequence[str]) -> list[str]:

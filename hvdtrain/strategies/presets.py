@@ -1,0 +1,95 @@
+"""Presets: `--strategy exact`, `balanced` and `fast` stand for strategies that were measured.
+
+Which ones depends on the optimizer. Records and tables contain the strategy instead, so that results stay comparable.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
+
+
+class Preset(NamedTuple):
+    strategy: str
+    time: str
+    """Seconds of a step"""
+    sent: str
+    """Bytes of a step, relative to exact sums"""
+    accuracy: str
+
+
+class Family(NamedTuple):
+    model: str
+    """What was measured"""
+    presets: Mapping[str, Preset]
+
+
+MUON = Preset("powersgd:rank=16,bits=4", "0.43 s at 10 Mbit/s, 80x80", "1/42", "0.36 points lower [0.27 to 0.44]")
+UNKNOWN = "adam"
+"""The family that stands for an optimizer that is not known, as in scripts"""
+FAMILIES = {
+    "adam": Family(
+        "byte GPT of 0.66 M parameters with AdamW as a DDP script, held-out loss",
+        {
+            "exact": Preset("hierarchical", "0.40 s at 100 Mbit/s, 3.6 s at 10", "1", "loss 1.354"),
+            "balanced": Preset("int4", "0.11 s at 100 Mbit/s, 0.60 s at 10", "1/7", "loss 1.355"),
+            "fast": Preset(
+                "local-sgd:every=16,outer_lr=0.7,outer_momentum=0.6+int4", "time not measured", "1/114", "loss 1.430"
+            ),
+        },
+    ),
+    "sgd": Family(
+        "ResNet-34 at width 0.25, test accuracy on Fashion-MNIST at 32x32",
+        {
+            "exact": Preset(
+                "hierarchical", "0.94 s at 100 Mbit/s, 7.6 s at 10 (projected), 128x128", "1", "accuracy 89.51 %"
+            ),
+            "balanced": Preset(
+                "powersgd:rank=4",
+                "0.21 s at 100 Mbit/s, 0.30 s at 10, 128x128",
+                "1/73",
+                "0.20 points lower [0.06 to 0.34]",
+            ),
+            "fast": Preset(
+                "local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4",
+                "0.25 s at 100 Mbit/s, 0.26 s at 10, 80x80",
+                "1/109",
+                "0.14 points lower [0.00 to 0.28]",
+            ),
+        },
+    ),
+    "muon": Family(
+        "ResNet-34 at width 0.25, test accuracy on Fashion-MNIST at 80x80",
+        {
+            "exact": Preset("hierarchical", "7.3 s at 10 Mbit/s (projected), 80x80", "1", "accuracy 89.58 %"),
+            "balanced": MUON,
+            "fast": MUON,  # averaging weights needs a quarter more steps
+        },
+    ),
+}
+NAMES = tuple(FAMILIES[UNKNOWN].presets)
+
+
+def of(text: str) -> str | None:
+    """Return the preset that a strategy string names; None if it names none. Raises Failure (78) for options."""
+    name = re.split("[:+]", text)[0]
+    if name not in NAMES:
+        return None
+    if name != text:
+        hint = f"--strategy {name}, or a strategy (see `hvdtrain strategies`)"
+        raise Failure(f"--strategy {text}: the preset {name} takes no options; hint: {hint}", exits.BAD_CONFIG)
+    return name
+
+
+def strategy(name: str, optimizer: str | None) -> str:
+    """Return the strategy of a preset with an optimizer; None: not known."""
+    return FAMILIES.get(optimizer or UNKNOWN, FAMILIES[UNKNOWN]).presets[name].strategy
+
+
+def named(text: str, optimizer: str | None) -> str:
+    """Return the preset that stands for a canonical strategy; the strategy itself if there is none."""
+    return next((name for name in NAMES if strategy(name, optimizer) == text), text)

@@ -48,7 +48,7 @@ class CaptioningData(options.Data):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CaptioningConfig(CaptioningData, options.TrainConfig, options.Classification):
+class CaptioningConfig(CaptioningData, options.TrainConfig):
     """Options of this workload."""
 
     COMMON = (*options.TrainConfig.COMMON, "weights")
@@ -166,9 +166,7 @@ def main(stop: lifecycle.StopSignal) -> int:
         key = {"encoder": config.encoder, "weights": weights}
         dataset = dataset.with_inputs(features.extract(dataset.images, make, key=key, world=job.ranks))
         job = job.over(dataset)
-    model = models.maker(
-        "captioner.Captioner", spec, config, job.data.in_framework.scope, label_smoothing=config.label_smoothing
-    )
+    model = models.maker("captioner.Captioner", spec, config, job.data.in_framework.scope)
     initial = functools.partial(captioner.initial_state, spec, config.seed)
     job = job.staged(model, initial)
     network = model(job.part)

@@ -20,7 +20,6 @@ from hvdtrain import data, models
 from hvdtrain.comm import lifecycle
 from hvdtrain.config import options
 from hvdtrain.config.constraints import bounded, counts
-from hvdtrain.data.augment import Augment
 from hvdtrain.models import resnet
 from hvdtrain.records import metrics
 from hvdtrain.system import exits
@@ -42,15 +41,10 @@ class ResNetData(options.Data):
     """N or WIDTHxHEIGHT (default: 32 for digits)
 
     Images are resized to it; by default only digits are. A prepared folder has a fixed size."""
-    augment: str | None = None
-    """Change training images at random: flip, crop or flip,crop
-
-    flip mirrors half of them. crop pads each side with zeros by an eighth of the image, and cuts out the original size
-    anywhere. The change depends on seed, epoch and sample only."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ResNetConfig(ResNetData, options.TrainConfig, options.Classification):
+class ResNetConfig(ResNetData, options.TrainConfig):
     """Options of this workload."""
 
     COMMON = (*options.TrainConfig.COMMON, "width")
@@ -108,7 +102,6 @@ def main(stop: lifecycle.StopSignal) -> int:
                 "image_shape": dataset.image_shape,
                 "pixel_dtype": str(dataset.train.samples.dtype),
             },
-            augment=None if config.augment is None else Augment.parse(config.augment),
         ),
         model=workload.Model(
             title=f"ResNet-34, width {config.width:g}",
@@ -127,9 +120,7 @@ def main(stop: lifecycle.StopSignal) -> int:
         hint = "BatchNorm needs two values: increase the batch size or --image-size"
         raise Failure(f"{message}; hint: {hint}", exits.BAD_CONFIG)
 
-    model = models.maker(
-        "resnet.ResNet", spec, config, job.data.in_framework.scope, label_smoothing=config.label_smoothing
-    )
+    model = models.maker("resnet.ResNet", spec, config, job.data.in_framework.scope)
     initial = functools.partial(resnet.initial_state, spec, config.seed)
     job = job.staged(model, initial)
     if job.part and job.part.start:

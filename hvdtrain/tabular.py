@@ -43,7 +43,7 @@ class TabularData(options.Data):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TabularConfig(TabularData, options.TrainConfig, options.Classification):
+class TabularConfig(TabularData, options.TrainConfig):
     """Options of this workload."""
 
     COMMON = (*options.TrainConfig.COMMON, "layers")
@@ -99,8 +99,7 @@ def main(stop: lifecycle.StopSignal) -> int:
     ).connect()
     if job is None:  # a dry run
         return exits.OK
-    loss = {"loss": "cross_entropy", "label_smoothing": config.label_smoothing}
-    model = models.maker("mlp.MLP", spec, config, job.data.in_framework.scope, **loss)
+    model = models.maker("mlp.MLP", spec, config, job.data.in_framework.scope, loss="cross_entropy")
     initial = functools.partial(mlp.initial_state, spec, config.seed)
     job = job.staged(model, initial)
     replica = job.replica(model(job.part), initial(job.part))

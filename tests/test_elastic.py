@@ -459,7 +459,7 @@ def test_hosts_come_back_one_after_the_other(four: Cluster, tmp_path: Path) -> N
     """The second one connects to the first, which has two ranks. Replicas and the average of the weights are equal.
     Then a host is refused, because its options have changed."""
     folder, config = tmp_path / "run", tmp_path / "options.toml"
-    config.write_text("label_smoothing = 0.1\n")
+    config.write_text("clip_norm = 0.1\n")
     flags = ["--strategy", "int4", "--ema", "0.9", "--epochs", "400", "--check-replicas", "1"]
     flags += ["--config", str(config)]
     flags += ["--global-batch-size", "96", "--epoch-samples", "480", "--evaluate-samples", "32"]
@@ -472,7 +472,7 @@ def test_hosts_come_back_one_after_the_other(four: Cluster, tmp_path: Path) -> N
             count = len(before) + 2
             until(lambda count=count: run.process.poll() is not None or len(views(folder)) == count, what=run.text)
         run.wait_for_step(views(folder)[-1].step + 10)
-        config.write_text("label_smoothing = 0.2\n")
+        config.write_text("clip_norm = 0.2\n")
         run.kill("c")
         until(lambda: run.process.poll() is not None or "ended with exit code 78" in run.text(), what=run.text)
         run.wait_for_step(views(folder)[-1].step + 10)
@@ -483,7 +483,7 @@ def test_hosts_come_back_one_after_the_other(four: Cluster, tmp_path: Path) -> N
     found, text = read_run(folder), run.text()
     one, two = ["a", *"bb"], ["a", *"bb", "c"]
     assert [view.members for view in found["view"]] == [["a", "c"], ["a", "c", *"bb"], one, two, one]
-    assert "c has other settings than the running job: label_smoothing: 0.1 there, 0.2 here; hint: " in text
+    assert "c has other settings than the running job: clip_norm: 0.1 there, 0.2 here; hint: " in text
     check_samples(found, 480)
 
 

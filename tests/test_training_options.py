@@ -1,9 +1,7 @@
-"""`--clip-norm`, `--ema`, `--augment` and `--label-smoothing`: their definitions, and the laws of
-runs that use all of them."""
+"""`--clip-norm` and `--ema`: their definitions, and the laws of runs that use both."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,14 +11,10 @@ import pytest
 from conftest import here, refused, trainings
 from runs import read_run
 from test_resnet_train import assert_same_arrays
-from twins import Model, tf, torch
+from twins import torch
 
-from hvdtrain import data
-from hvdtrain.data.augment import Augment
-from hvdtrain.data.loader import Loader
 from hvdtrain.inference import trained
-from hvdtrain.models import captioner, mlp, network, resnet
-from hvdtrain.models.layers_tf import cross_entropies
+from hvdtrain.models import mlp, network
 from hvdtrain.training import checkpoint_files
 
 pytestmark = pytest.mark.slow  # all tests share runs that take a minute
@@ -29,8 +23,8 @@ FRAMEWORKS = ("torch", "tensorflow")
 LOCAL = "local-sgd:every=2,staleness=1+powersgd"
 # With a small learning rate equal programs stay equal (see test_strategies.py). There are two epochs of eight steps.
 CALM = ["--image-size", "8", "--width", "0.125", "--global-batch-size", "192", "--lr", "0.005", "--epochs", "2"]
-SHARED = ["--clip-norm", "1", "--ema", "0.5", "--label-smoothing", "0.1"]
-RESNET = [*CALM, *SHARED, "--augment", "flip,crop", "--checkpoint-steps", "3", "--keep-checkpoints", "9"]
+SHARED = ["--clip-norm", "1", "--ema", "0.5"]
+RESNET = [*CALM, *SHARED, "--checkpoint-steps", "3", "--keep-checkpoints", "9"]
 RESNET += ["--check-replicas", "1", "--optimizer", "muon"]
 CUT = 9
 """Step of the checkpoint from which the runs resume, in the middle of a round of LOCAL"""
@@ -47,7 +41,7 @@ def losses(folder: Path) -> list[float]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of two hosts with all options in FRAMEWORK/STRATEGY, and ResNet's, with Muon, killed and resumed, in -cut.
 
-    Those on tables have no augmentation, and a checkpoint after every step. Their names begin with table-.
+    Those on tables have a checkpoint after every step. Their names begin with table-.
     """
     folder = tmp_path_factory.mktemp("runs")
     for framework, strategies in (("torch", ("hierarchical", LOCAL)), ("tensorflow", (LOCAL,))):
@@ -78,8 +72,7 @@ def test_resumed_equals_uninterrupted(framework: str, strategy: str, runs: Path)
     one, other = (read_run(folder)["summary"][-1] for folder in (whole, cut))
     assert (other.test_loss, other.validation_scores) == (one.test_loss, one.validation_scores)
     config = json.loads((whole / "manifest.json").read_text())["config"]
-    shown = [config[name] for name in ("clip_norm", "ema", "label_smoothing", "augment")]
-    assert shown == [1.0, 0.5, 0.1, "flip,crop"]
+    assert (config["clip_norm"], config["ema"]) == (1.0, 0.5)
 
 
 def test_both_frameworks_agree(runs: Path) -> None:
@@ -127,7 +120,6 @@ def test_the_average_follows_the_weights_that_all_ranks_know(framework: str, str
 
 
 def test_averages_are_evaluated_and_used_for_predictions(runs: Path) -> None:
-    """And evaluation losses are not smoothed."""
     parameters = trained.best_arrays(runs / "table" / "checkpoints", statistics=False)
     _, arrays = saved(runs / "table", 16)
     assert all(np.array_equal(array, arrays[f"average.{name}"]) for name, array in parameters.items())
@@ -162,83 +154,9 @@ def test_clipping_equals_pytorchs(framework: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(after["long"][name], after["plain"][name])
 
 
-def test_smoothing_equals_pytorchs_in_training_only() -> None:
-    draw = np.random.default_rng(1)
-    logits, labels = draw.normal(size=(7, 5)).astype(np.float32), draw.integers(0, 5, 7)
-    expected = torch.nn.functional.cross_entropy(
-        torch.from_numpy(logits), torch.from_numpy(labels), label_smoothing=0.2, reduction="none"
-    )
-    np.testing.assert_allclose(cross_entropies(tf.constant(logits), tf.constant(labels), 0.2), expected, rtol=1e-5)
-    sizes = mlp.MLPSpec(inputs=4, hidden=(), outputs=3)
-    words = captioner.CaptionerSpec(vocabulary=9, encoder="none", image_size=(8, 8), embedding=4, hidden=4, dropout=0.0)
-    images = resnet.ResNetSpec(channels=1, classes=3, width=0.125)
-    pixels = draw.random((4, 8, 8, 1), np.float32)
-    for name, plan, spec, arrays, more in (
-        ("mlp.MLP", mlp, sizes, (draw.random((4, 4), np.float32), np.arange(4) % 3), {"loss": "cross_entropy"}),
-        ("resnet.ResNet", resnet, images, (pixels, np.arange(4) % 3), {}),
-        ("captioner.Captioner", captioner, words, (pixels, draw.integers(1, 9, (4, 5)), np.zeros(2, np.int64)), {}),
-    ):
-        state: dict[str, np.ndarray] = plan.initial_state(spec, 0, None)  # type: ignore[attr-defined]
-        found = {}
-        for smoothing in (0.0, 0.5):
-            one, other = (
-                Model(network(name, each, spec, label_smoothing=smoothing, **more), state) for each in FRAMEWORKS
-            )
-            for training in (False, True):
-                loss = one.model.train(training).loss(*map(torch.from_numpy, arrays))[0].item()
-                found[smoothing, training] = loss
-                if smoothing:
-                    same = other.model.loss(*map(tf.constant, arrays), training=training)[0]
-                    np.testing.assert_allclose(same, loss, rtol=3e-4, err_msg=name)
-        assert found[0.5, False] == found[0.0, False], name
-        assert found[0.5, True] != pytest.approx(found[0.0, True], rel=1e-5), name
-
-
-@pytest.mark.parametrize("kinds", ["flip", "crop", "flip,crop"])
-def test_augmentation_is_a_function_of_seed_epoch_and_sample(kinds: str) -> None:
-    count, height, width = 40, 12, 24
-    images = np.random.default_rng(2).random((count, height, width, 2), np.float32) + 1
-    split = data.ImageSplit(samples=images, labels=np.arange(count))
-    augment = Augment.parse(kinds)
-
-    def epoch(ranks: int, number: int = 0, seed: int = 3, micro_batches: int = 1) -> dict[int, np.ndarray]:
-        found = {}
-        for rank in range(ranks):
-            options = {"global_batch": 10, "rank": rank, "size": ranks, "micro_batches": micro_batches}
-            for batch in Loader(split, seed=seed, augment=augment, **options).epoch(number):
-                for part in batch.parts or (batch,):
-                    found |= {label: image for image, label in zip(*part.arrays, strict=True)}
-        assert found.keys() == set(range(count))
-        return found
-
-    changed = epoch(1)
-    for other in (epoch(3), epoch(2, micro_batches=2)):
-        assert all(np.array_equal(changed[number], other[number]) for number in range(count))
-    for other in (epoch(1, number=1), epoch(1, seed=4)):
-        assert not all(np.array_equal(changed[number], other[number]) for number in range(count))
-    down, right = (2, 3) if "crop" in kinds else (0, 0)  # an eighth, rounded
-    padded = np.pad(images, ((0, 0), (down, down), (right, right), (0, 0)))
-    seen = set()
-    for number, image in changed.items():
-        places = itertools.product((False, True), range(2 * down + 1), range(2 * right + 1))
-        for flip, top, left in places:
-            source = padded[number, :, ::-1] if flip else padded[number]
-            if np.array_equal(source[top : top + height, left : left + width], image):
-                seen.add((flip, top, left))
-                break
-        else:
-            pytest.fail(f"{number} is not a crop of its image")
-    assert {flip for flip, *_ in seen} == ({False, True} if "flip" in kinds else {False})
-    assert {top for _, top, _ in seen} == set(range(2 * down + 1))
-    assert np.array_equal(split.samples, images) and images.min() >= 1, "the data set is unchanged"
-
-
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--augment", "flop"], "give flip, crop or flip,crop"),
-        (["--augment", ""], "give flip, crop or flip,crop"),
-        (["--label-smoothing", "1"], "give a number >= 0 and < 1"),
         (["--ema", "1"], "give a number >= 0 and < 1"),
         (
             ["--ema", "0.9", "--strategy", "async-ps"],

@@ -103,18 +103,6 @@ class Optimization:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Classification:
-    """Options for workloads whose loss is a cross-entropy."""
-
-    GROUP: ClassVar[str] = "optimization"
-
-    label_smoothing: float = bounded(0.0, least=0, below=1)
-    """Share of the training target that all classes divide; 0: none
-
-    As in torch.nn.functional.cross_entropy. The loss of an evaluation is never smoothed."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Communication:
     """Options for the communication between ranks."""
 

@@ -27,7 +27,6 @@ from typing import TypeVar
 import numpy as np
 
 from hvdtrain.data import Batch, Request, Split
-from hvdtrain.data.augment import Augment
 from hvdtrain.system.exits import BAD_CONFIG, Failure
 
 PREFETCHED = 2
@@ -41,8 +40,8 @@ class Loader:
     `global_batch` is the number of samples per step over all `size` ranks. A merged short batch has up to two more per
     rank. An epoch is the whole split, or `epoch_samples`. `shares` has one positive number per rank; ranks get samples
     in proportion to their shares. Each batch is split into `micro_batches` parts, or into fewer if they would have less
-    than two samples (BatchNorm). `augment` changes images at random. Raises Failure (BAD_CONFIG) if a step or the split
-    has too few samples for the ranks, or the split too few for an epoch.
+    than two samples (BatchNorm). Raises Failure (BAD_CONFIG) if a step or the split has too few samples for the ranks,
+    or the split too few for an epoch.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class Loader:
         shares: Sequence[float] | None = None,
         micro_batches: int = 1,
         epoch_samples: int | None = None,
-        augment: Augment | None = None,
     ) -> None:
         if global_batch < size:
             raise Failure(
@@ -68,7 +66,7 @@ class Loader:
             raise Failure(f"{message}; hint: give at most {len(split)}", BAD_CONFIG)
         self._split, self._rank, self._size, self._seed = split, rank, size, seed
         self._samples = epoch_samples or len(split)
-        self._micro_batches, self._augment = micro_batches, augment
+        self._micro_batches = micro_batches
         self._global_batch = self._ordered_by = global_batch
         self._least = _least(global_batch, size)
         self._ends = self.ends()
@@ -145,13 +143,8 @@ class Loader:
     def _batches(self, number: int, start: int) -> Iterator[Batch]:
         steps, copies = itertools.tee(self._steps(number, start))
         batches = (self._split.batch(*request) for request in itertools.chain.from_iterable(copies))
-        draws = self._augment.draws(self._seed, number, len(self._split)) if self._augment else None
         for requests in steps:
             parts = tuple(itertools.islice(batches, len(requests)))
-            if self._augment and draws is not None:
-                for request, part in zip(requests, parts, strict=True):
-                    if part.arrays[0].size:
-                        self._augment.change(part.arrays[0], draws[request.items])
             if len(parts) == 1:
                 yield parts[0]
             else:

@@ -18,7 +18,7 @@ from hvdtrain.models.captioner import (
     layer_shapes,
     parameters,
 )
-from hvdtrain.models.layers_tf import Held, Scope, cross_entropies, dropped
+from hvdtrain.models.layers_tf import Held, Scope, dropped
 
 
 class CaptionerTF(Held):
@@ -30,11 +30,9 @@ class CaptionerTF(Held):
         compute_dtype: tf.DType = tf.float32,
         scope: Scope = None,
         stage: range | None = None,
-        label_smoothing: float = 0.0,
     ) -> None:
         """`stage`: only these layers (`captioner.layers`)."""
         super().__init__(parameters(spec, stage), compute_dtype, scope)
-        self._label_smoothing = label_smoothing
         self.spec = spec
         methods = {"encoder": self._encoder, "image": self._image, "lstm": self._lstm_layer, "words": self._words}
         names = [list(layer_shapes(spec))[number] for number in stage or range(len(layer_shapes(spec)))]
@@ -62,7 +60,7 @@ class CaptionerTF(Held):
     ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
         """Sum of the cross-entropies of all target words (without padding), and the number of correct predictions."""
         logits, targets = self(inputs, tokens, key, training)
-        losses = cross_entropies(logits, targets, self._label_smoothing if training else 0.0)
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(targets, logits)
         return tf.reduce_sum(losses), {"correct": tf.math.count_nonzero(tf.argmax(logits, 1) == targets)}
 
     def encode(self, inputs: np.ndarray) -> np.ndarray:

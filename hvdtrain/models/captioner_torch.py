@@ -16,9 +16,9 @@ from hvdtrain.models.layers_torch import Named, dropped
 class CaptionerTorch(Named):
     """The model of `spec`: see `layers_torch.Named`. With `stage` it has only these layers (`captioner.layers`)."""
 
-    def __init__(self, spec: CaptionerSpec, stage: range | None = None, label_smoothing: float = 0.0) -> None:
+    def __init__(self, spec: CaptionerSpec, stage: range | None = None) -> None:
         super().__init__(parameters(spec, stage))
-        self.spec, self._label_smoothing = spec, label_smoothing
+        self.spec = spec
         methods = {"encoder": self._encoder, "image": self._image, "lstm": self._lstm_layer, "words": self._words}
         layers = [methods[name] for name in layer_shapes(spec)]
         self._layers = [layers[number] for number in stage or range(len(layers))]
@@ -38,9 +38,7 @@ class CaptionerTorch(Named):
     def loss(self, inputs: Tensor, tokens: Tensor, key: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum of the cross-entropies of all target words (without padding), and the number of correct predictions."""
         logits, targets = self(inputs, tokens, key)
-        smoothing = self._label_smoothing if self.training else 0.0
-        loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
-        return loss, {"correct": (logits.argmax(1) == targets).sum()}
+        return F.cross_entropy(logits, targets, reduction="sum"), {"correct": (logits.argmax(1) == targets).sum()}
 
     @torch.inference_mode()
     def encode(self, inputs: np.ndarray) -> np.ndarray:

@@ -87,15 +87,6 @@ def convolved(x: tf.Tensor, kernel: tf.Tensor, stride: int) -> tf.Tensor:
     return tf.nn.conv2d(padded(x, padding), kernel, stride, "VALID")
 
 
-def cross_entropies(logits: tf.Tensor, labels: tf.Tensor, label_smoothing: float) -> tf.Tensor:
-    """Cross-entropies (N,) of logits (N, classes) and labels (N,) int64, smoothed as PyTorch's `cross_entropy` does."""
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-    if not label_smoothing:
-        return losses
-    uniform = tf.reduce_logsumexp(logits, 1) - tf.reduce_mean(logits, 1)
-    return (1 - label_smoothing) * losses + label_smoothing * uniform
-
-
 def dropped(x: tf.Tensor, share: float, key: tf.Tensor | None) -> tf.Tensor:
     """Dropout: sets a share of x to 0 and scales the rest, so that the mean stays. Returns x itself without a key (2,).
     The mask is a function of the key, at any precision."""

@@ -7,18 +7,16 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.models.layers import regression_terms
-from hvdtrain.models.layers_tf import Held, Scope, cross_entropies
+from hvdtrain.models.layers_tf import Held, Scope
 from hvdtrain.models.mlp import MLPSpec, parameters
 
 
-def cross_entropy(
-    logits: tf.Tensor, labels: tf.Tensor, label_smoothing: float = 0.0
-) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+def cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
     """Sum of the cross-entropies of logits (N, classes), and the sums of `metrics.Confusion`; labels (N,) int64."""
     classes = logits.shape[1]
     cells = tf.cast(labels * classes + tf.argmax(logits, 1), tf.int32)
     counts = tf.math.bincount(cells, minlength=classes**2, maxlength=classes**2)
-    losses = cross_entropies(logits, labels, label_smoothing)
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
     return tf.reduce_sum(losses), {"confusion": counts}
 
 
@@ -45,12 +43,10 @@ class MLPTF(Held):
         compute_dtype: tf.DType = tf.float32,
         scope: Scope = None,
         stage: range | None = None,
-        label_smoothing: float = 0.0,
     ) -> None:
         """`stage`: only these layers (`mlp.layers`)."""
         super().__init__(parameters(spec, stage), compute_dtype, scope)
         self._loss: Any = LOSSES[loss]
-        self._training = {"label_smoothing": label_smoothing} if label_smoothing else {}
         self._numbers = list(stage or range(len(spec.sizes) - 1))
 
     def __call__(self, x: tf.Tensor, *_: tf.Tensor, training: bool = False) -> tf.Tensor:
@@ -62,4 +58,4 @@ class MLPTF(Held):
 
     def loss(self, x: tf.Tensor, targets: tf.Tensor, training: bool) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
         """The sum of losses, and the metric's sums."""
-        return self._loss(self(x), targets, **(self._training if training else {}))
+        return self._loss(self(x), targets)

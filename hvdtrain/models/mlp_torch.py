@@ -15,11 +15,11 @@ from hvdtrain.models.layers_torch import Predicts
 from hvdtrain.models.mlp import MLPSpec
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
+def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum of the cross-entropies of logits (N, classes), and the sums of `metrics.Confusion`; labels (N,) int64."""
     classes = logits.shape[1]
     counts = torch.bincount(labels * classes + logits.argmax(1), minlength=classes**2)
-    return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=label_smoothing), {"confusion": counts}
+    return F.cross_entropy(logits, labels, reduction="sum"), {"confusion": counts}
 
 
 def forecast_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -41,14 +41,13 @@ class MLPTorch(Predicts):
     `state_dict()` has exactly the names and shapes of `mlp.parameters`. Its values are undefined until they are loaded.
     """
 
-    def __init__(self, spec: MLPSpec, loss: str, stage: range | None = None, label_smoothing: float = 0.0) -> None:
+    def __init__(self, spec: MLPSpec, loss: str, stage: range | None = None) -> None:
         """`stage`: only these layers (`mlp.layers`)."""
         super().__init__()
         sizes = list(itertools.pairwise(spec.sizes))
         numbers = stage or range(len(sizes))
         self.layers = nn.ModuleDict({str(number): skip_init(nn.Linear, *sizes[number]) for number in numbers})
         self._loss: Any = LOSSES[loss]
-        self._training = {"label_smoothing": label_smoothing} if label_smoothing else {}
 
     def forward(self, x: Tensor, *_: Tensor) -> Tensor:
         """(N, outputs) float32 of x (N, inputs); for a stage, its output for the previous stage's output."""
@@ -60,4 +59,4 @@ class MLPTorch(Predicts):
 
     def loss(self, x: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of losses, and the metric's sums."""
-        return self._loss(self(x), targets, **(self._training if self.training else {}))
+        return self._loss(self(x), targets)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from hvdtrain.models import resnet
-from hvdtrain.models.layers_tf import Held, Scope, convolved, cross_entropies, padded, variable
+from hvdtrain.models.layers_tf import Held, Scope, convolved, padded, variable
 from hvdtrain.models.resnet import Block, ConvNorm, ResNetSpec
 
 Layer = Callable[[tf.Tensor, bool], tf.Tensor]
@@ -24,11 +24,9 @@ class ResNetTF(Held):
         compute_dtype: tf.DType = tf.float32,
         scope: Scope = None,
         stage: range | None = None,
-        label_smoothing: float = 0.0,
     ) -> None:
         """`stage`: only these layers (`resnet.layers`)."""
         super().__init__(resnet.parameters(spec, stage), compute_dtype, scope)
-        self._label_smoothing = label_smoothing
         network = resnet.plan(spec)
         shapes = resnet.buffers(spec, stage)
         self.buffers = {name: variable(name, shape, trainable=False) for name, shape in shapes.items()}
@@ -48,7 +46,7 @@ class ResNetTF(Held):
     def loss(self, images: tf.Tensor, labels: tf.Tensor, training: bool) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
         """Sum of the cross-entropies, and the number of correctly classified images; labels (N,) int64."""
         logits = self(images, training=training)
-        losses = cross_entropies(logits, labels, self._label_smoothing if training else 0.0)
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
         return tf.reduce_sum(losses), {"correct": tf.math.count_nonzero(tf.argmax(logits, 1) == labels)}
 
     def _stem(self, layer: ConvNorm, x: tf.Tensor, training: bool) -> tf.Tensor:

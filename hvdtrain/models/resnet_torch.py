@@ -17,9 +17,8 @@ from hvdtrain.models.resnet import Block, ConvNorm, ResNetSpec
 class ResNetTorch(Named):
     """The network of `spec`: see `layers_torch.Named`. With `stage` it has only these layers (`resnet.layers`)."""
 
-    def __init__(self, spec: ResNetSpec, stage: range | None = None, label_smoothing: float = 0.0) -> None:
+    def __init__(self, spec: ResNetSpec, stage: range | None = None) -> None:
         super().__init__(resnet.parameters(spec, stage), resnet.buffers(spec, stage))
-        self._label_smoothing = label_smoothing
         network = resnet.plan(spec)
         self.statistics = dict.fromkeys(resnet.buffers(spec, stage), resnet.NORM_MOMENTUM)
         blocks = [functools.partial(self._block, block) for block in network.blocks.values()]
@@ -45,9 +44,7 @@ class ResNetTorch(Named):
     def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum of the cross-entropies, and the number of correctly classified images; labels (N,) int64."""
         logits = self(images)
-        smoothing = self._label_smoothing if self.training else 0.0
-        loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
-        return loss, {"correct": (logits.argmax(1) == labels).sum()}
+        return F.cross_entropy(logits, labels, reduction="sum"), {"correct": (logits.argmax(1) == labels).sum()}
 
     def _stem(self, layer: ConvNorm, x: Tensor) -> Tensor:
         return F.max_pool2d(

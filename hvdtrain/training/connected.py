@@ -9,7 +9,6 @@ from typing import Any, Self
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.launch_env import LaunchEnv
 from hvdtrain.config.options import TrainConfig
-from hvdtrain.data.augment import Augment
 from hvdtrain.data.loader import Loader
 from hvdtrain.frameworks import in_vector
 from hvdtrain.models.layers import Layer
@@ -31,8 +30,6 @@ class Data:
     """One line for people"""
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of the manifest besides name, fingerprint and the lengths of the splits"""
-    augment: Augment | None = None
-    """Random changes of training images"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

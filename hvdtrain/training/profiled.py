@@ -83,7 +83,6 @@ def key(job: Connected) -> dict[str, Any]:
         "workload": run.workload,
         "model": run.model,
         "data": {name: run.data.get(name) for name in ("image_shape", "pixel_dtype", "name")},
-        "augment": str(job.workload.data.augment),
         **{name: getattr(config, name) for name in ("framework", "precision", "optimizer", "clip_norm")},
         "device": job.device,
         "threads": job.threads,
@@ -106,7 +105,6 @@ def _batches(job: Connected, size: int, epoch: int = 0) -> Iterator[Batch]:
         rank=0,
         size=1,
         seed=job.run.config.seed,
-        augment=job.workload.data.augment,
     )
     whole = len(loader.ends()) - 1 or 1
     with contextlib.closing(loader.epoch(epoch)) as batches:
@@ -151,7 +149,7 @@ def measured(
 def pilot_key(job: Connected) -> dict[str, Any]:
     """Return what a pilot's result depends on besides the times."""
     config, small = job.run.config, job.run.plan.global_batch
-    names = "lr lr_scaling warmup_epochs schedule epochs epoch_samples momentum nesterov weight_decay label_smoothing"
+    names = "lr lr_scaling warmup_epochs schedule epochs epoch_samples momentum nesterov weight_decay"
     large = min(pilot.LARGER * small, len(job.dataset.train))
     return {"batches": [small, large], **{name: getattr(config, name, None) for name in names.split()}}
 

@@ -129,7 +129,6 @@ class Workload(Described):
             shares=shares.given(self.config, replicas),
             micro_batches=batch_plan.micro_batches(self.config),
             epoch_samples=self.config.epoch_samples,
-            augment=self.data.augment,
         )
 
     def _run(self, loader: Loader, stages: Stages) -> run_folder.Run:

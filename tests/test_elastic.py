@@ -174,11 +174,14 @@ def test_a_host_that_came_back_and_hangs_is_put_out_again(tmp_path: Path) -> Non
         "--evaluate-samples",
         "32",
     ]
-    words = [str(PROGRAMS / "elastic_roles.py"), str(tmp_path), roles, *flags, "--stall-limit", "1"]
+    words = [str(PROGRAMS / "elastic_roles.py"), str(tmp_path), roles, *flags]
     command = ["launch/mpirun.sh", "--elastic", "--quiet", "-H", "127.0.0.1:1,127.0.0.2:1,127.0.0.3:1", sys.executable]
     with (tmp_path / "errors").open("w+") as errors:
         process = subprocess.Popen(
-            [*command, *words, "--run-dir", str(folder)], cwd=ROOT, env=environment(), stderr=errors
+            [*command, *words, "--run-dir", str(folder)],
+            cwd=ROOT,
+            env=environment({"HVDTRAIN_STALL_LIMIT": "1"}),
+            stderr=errors,
         )
 
         def said() -> str:

@@ -358,7 +358,7 @@ def test_a_plan_profiles_once_and_says_what_limits(
     assert "an epoch takes" in capsys.readouterr().out
     other = msgspec.structs.replace(profile.read(path), machine={"processor": "other", "cores": 1.0})
     path.write_text(json.dumps(profile.as_json(other)))
-    fails(lambda: cli.command(["plan", *words]), 65, "another machine", "--fresh")
+    fails(lambda: cli.command(["plan", *words]), 65, "another machine", "remove it")
 
 
 @pytest.mark.parametrize(

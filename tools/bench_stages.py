@@ -57,7 +57,6 @@ ROWS: dict[str, tuple[int, list[str]]] = {
     "hierarchical-2": (2, ["--strategy", "hierarchical"]),
     "powersgd-2": (2, ["--strategy", "powersgd:rank=4"]),
     "stages2": (2, ["--stages", "2"]),
-    "stages2-int8": (2, ["--stages", "2", "--activations", "int8"]),
     "torch2": (2, ["--stages", "2"]),
     "powersgd-4": (4, ["--strategy", "powersgd:rank=4"]),
     "stages4": (4, ["--stages", "4"]),
@@ -116,10 +115,13 @@ def payload(about: dict[str, Any], hosts: int, *, whole: bool) -> float:
         cut = partition.named(layers, mesh.stages, plan["cut"])
     trained = config["epoch_samples"] or data["train"]
     seen = min(config["evaluate_samples"] or data["validation"], data["validation"]) + data["test"] if whole else 0
-    number = NUMBER_BYTES[config["activations"]]
     writes = whole and about["model"]["name"] == "captioner" and mesh.stages > 1
-    written = 2 * NUMBER_BYTES["fp32"] if writes else 0
-    crossing = [0.0, *(cut.boundary_numbers(edge) * number / mesh.replicas for edge in range(mesh.stages - 1)), 0.0]
+    written = 2 * NUMBER_BYTES if writes else 0
+    crossing = [
+        0.0,
+        *(cut.boundary_numbers(edge) * NUMBER_BYTES / mesh.replicas for edge in range(mesh.stages - 1)),
+        0.0,
+    ]
     most = 0.0
     for stage, (before, after) in enumerate(itertools.pairwise(crossing)):
         trained_shapes = [shapes[name] for name in cut.arrays(stage) if name in shapes]

@@ -109,7 +109,6 @@ def drawn(seed: int, rates: Sequence[str], kinds: Sequence[str]) -> Case:
         "checkpoint": ["--checkpoint-steps", "1"],
         "disk": ["--checkpoint-steps", str(step + 1), "--checkpoint-epochs", "0"],
     }.get(kind, [])
-    flags += ["--stall-limit", "2"] if kind == "pair" else []
     return Case(
         seed=seed,
         kind=kind,
@@ -224,6 +223,7 @@ class Run:
             lab.limit_disk(case.victims[0], folder)
         hosts = ",".join(f"{name}:{case.hosts.count(name)}" for name in NAMES)
         words = ["--elastic", *([] if case.kind in RETURNS else ["--no-return"]), "-H", hosts]
+        words += ["-x", "HVDTRAIN_STALL_LIMIT=2"] if case.kind == "pair" else []
         words += [sys.executable, *TRAIN, "--run-dir", str(self._folder), *case.flags]
         self.launcher: subprocess.Popen[bytes] = lab.start(case.launcher, *words, output=folder / "output.txt")
         self._ranks: dict[int, str] = {}

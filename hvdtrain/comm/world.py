@@ -6,7 +6,9 @@ Without a launcher there is one rank, and Horovod is not imported.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -63,6 +65,18 @@ BACKENDS: dict[Backend, Callable[[str, Rendezvous, Endpoint, bool], Communicator
 """Functions (framework, rendezvous, endpoint, gpu) that connect ranks which have found each other, by name.
 
 A plug-in adds its own when it is imported."""
+
+
+def stall_limit_s() -> float:
+    """HVDTRAIN_STALL_LIMIT, or LIMIT_S: after it a rank that takes no part in an exchange is reported; 0: never.
+
+    Raises Failure (78).
+    """
+    text = os.environ.get("HVDTRAIN_STALL_LIMIT", str(LIMIT_S))
+    with contextlib.suppress(ValueError):
+        if 0 <= (seconds := float(text)) < math.inf:
+            return seconds
+    raise Failure(f"HVDTRAIN_STALL_LIMIT={text}: must be seconds >= 0, for example 60", exits.BAD_CONFIG)
 
 
 def watched(rendezvous: Rendezvous, stall_limit_s: float = LIMIT_S) -> RankGroup:

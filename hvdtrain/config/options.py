@@ -141,19 +141,10 @@ class Communication:
     """LAYER,... that begin stages (default: measured)
 
     The first layer of each stage but the first, by the names that --dry-run prints."""
-    activations: Literal["fp32", "bf16", "int8"] = "fp32"
-    """Format of activations between stages
-
-    It applies to their gradients too. bf16 sends half the bytes, int8 a quarter, scaled per 64 numbers."""
     buckets: int = bounded(0, least=0, most=4)
     """Parts of the gradients that are exchanged during backward; 0: the fastest number
 
     Reducers only. The first 27 steps try 1, 2 and 4. Runs that must have equal bits need a number."""
-    stall_limit: float = bounded(60.0, least=0)
-    """Seconds before a stalled exchange is reported; 0: never
-
-    If ranks wait this long for one that takes no part in an exchange, its stack is printed. After five times this limit
-    without progress on any rank the job ends."""
     check_replicas: int = bounded(100, least=0)
     """Steps between checks of replica checksums
 

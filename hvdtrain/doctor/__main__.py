@@ -61,8 +61,6 @@ def parser() -> Parser:
     top.add_argument("--run-dir", metavar="DIR", default="results", help="folder for run folders (default: results)")
     top.add_argument("--quick", action="store_true", help="do not load Horovod or measure bandwidth")
     top.add_argument("--json", action="store_true", help="one JSON document")
-    top.add_argument("--ssh-port", metavar="PORT", type=int, help="like horovodrun's option")
-    top.add_argument("--ssh-identity-file", metavar="FILE", help="like horovodrun's option")
     return top
 
 
@@ -154,8 +152,6 @@ class Hosts:
 @contextlib.contextmanager
 def connected(listed: Sequence[Slots], options: argparse.Namespace, report: Report) -> Iterator[Hosts]:
     """Start an agent on each host and on this machine. All end with the block."""
-    ssh = [*(["-p", str(options.ssh_port)] if options.ssh_port else [])]
-    ssh += ["-i", options.ssh_identity_file] if options.ssh_identity_file else []
     local = [slot.host for slot in listed if is_here(slot.host)]
     own = own_names()
     here = next((host for host in local if host in own), None) or (local[0] if len(listed) == 1 and local else None)
@@ -176,7 +172,7 @@ def connected(listed: Sequence[Slots], options: argparse.Namespace, report: Repo
                 missing = Unreachable("no ssh program on this machine", "apt-get install openssh-client")
                 hosts.lost[slot.host] = unreachable(slot.host, missing)
             else:
-                agents[slot.host] = stack.enter_context(Agent(slot.host, ssh_command(slot.host, hosts.python, ssh)))
+                agents[slot.host] = stack.enter_context(Agent(slot.host, ssh_command(slot.host, hosts.python)))
         for host, agent in agents.items():
             try:
                 agent.hello()

@@ -13,10 +13,8 @@ again, and the job and its strategies connect again through it (see `elastic`).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import math
 import os
 import signal
 import sys
@@ -157,15 +155,6 @@ def resolved(text: str) -> str:
     return strategy
 
 
-def stall_limit_s() -> float:
-    """HVDTRAIN_STALL_LIMIT, or the default of the workloads. Raises Failure (78)."""
-    text = os.environ.get("HVDTRAIN_STALL_LIMIT", str(TrainConfig.stall_limit))
-    with contextlib.suppress(ValueError):
-        if 0 <= (seconds := float(text)) < math.inf:
-            return seconds
-    raise Failure(f"HVDTRAIN_STALL_LIMIT={text}: must be seconds >= 0, for example 60", exits.BAD_CONFIG)
-
-
 def init(front: Front, comm: Any = None, process_sets: Any = None, strategy: str | None = None) -> None:
     """Implements `hvd.init()`; a second call does nothing. Collective. `strategy` takes precedence over the variable.
 
@@ -202,8 +191,8 @@ def _launched(front: Front) -> RankGroup:
     """Forms the group of the ranks that the launcher started. Collective."""
     environment = launch_env()
     if environment.launcher != "elastic":
-        return comm_world.launched(environment, stall_limit_s())
-    group = comm_world.launched(environment, stall_limit_s(), elastic=True)
+        return comm_world.launched(environment, comm_world.stall_limit_s())
+    group = comm_world.launched(environment, comm_world.stall_limit_s(), elastic=True)
     os.environ["HOROVOD_ELASTIC"] = "1"  # Horovod's functions for graphs then ask for the number of ranks in each step
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # how the launcher asks ranks to stop
         signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(128 + signal.SIGTERM))
@@ -233,7 +222,7 @@ def _form_group(front: Front) -> None:
     """Forms the group of the ranks that Horovod connects, once. Collective."""
     global _group
     if _group is None and front.get("size")() > 1:
-        _group = comm_world.watched(HorovodCommunicator(front.framework, gpu=False), stall_limit_s())
+        _group = comm_world.watched(HorovodCommunicator(front.framework, gpu=False), comm_world.stall_limit_s())
 
 
 def recorder(

@@ -133,7 +133,7 @@ class Stages:
         times = ranks.gather(list(seconds()))
         fastest = [min(each) for each in zip(*times, strict=True)]  # other programs may have used some processors
         rates = [link["goodput_mbit"] for link in ranks.links if link["goodput_mbit"]]
-        per_number = NUMBER_BYTES[self.config.activations] * 8e-6 / min(rates) if rates else 0.0
+        per_number = NUMBER_BYTES * 8e-6 / min(rates) if rates else 0.0
         return partition.balanced(self.layers, self.mesh.stages, fastest, per_number)
 
     def connected(self, ranks: Communicator, layers: Partition) -> Pipe:
@@ -149,7 +149,6 @@ class Stages:
             after=following,
             inputs=layers.boundary(stage - 1) if stage else (),
             outputs=layers.boundary(stage) if stage < last else (),
-            coding=self.config.activations,
         )
 
     def facts(self, layers: Partition, rank_batch: int) -> dict[str, str]:
@@ -169,7 +168,7 @@ class Stages:
             line = f"{names}: {sum(self.parameters[begin:end]):,} parameters, {share:.0%} of the work, "
             line += f"activations of up to {self.held(stage, rank_batch)} micro-batches"
             if stage < stages - 1:
-                sent = layers.boundary_numbers(stage) * samples * NUMBER_BYTES[self.config.activations]
+                sent = layers.boundary_numbers(stage) * samples * NUMBER_BYTES
                 line += f", sends and receives {sent / 1e6:.3f} MB per micro-batch"
             lines[f"stage {stage}"] = f"{line}; rank {', '.join(map(str, self.mesh.holders(stage)))}"
         return lines

@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from hvdtrain.comm.channel import Channel
 from hvdtrain.data import Batch
-from hvdtrain.strategies.reducers import quantize
-from hvdtrain.strategies.reducers.bfloat16 import from_bf16, to_bf16
 
 T = TypeVar("T")
-Coding = Literal["fp32", "bf16", "int8"]
-NUMBER_BYTES: dict[Coding, float] = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / quantize.LENGTH}
+NUMBER_BYTES = 4
+"""Of activations and their gradients"""
 """Bytes per number sent"""
 
 
@@ -99,7 +97,7 @@ class Pipe:
     """Runs one rank's stage of a pipeline.
 
     `before` and `after`: the neighbours, None at the ends. `inputs` and `outputs`: shapes of one sample's activations
-    from the previous stage and to the next one. `coding`: format of activations and gradients between stages.
+    from the previous stage and to the next one.
     """
 
     def __init__(
@@ -111,9 +109,8 @@ class Pipe:
         after: Channel | None = None,
         inputs: tuple[int, ...] = (),
         outputs: tuple[int, ...] = (),
-        coding: Coding = "fp32",
     ) -> None:
-        self._stage, self._stages, self._coding = stage, stages, coding
+        self._stage, self._stages = stage, stages
         self._before, self._after, self._inputs, self._outputs = before, after, inputs, outputs
         self.last = stage == stages - 1
         self.waited_s = 0.0
@@ -175,13 +172,12 @@ class Pipe:
 
     def _send(self, channel: Channel | None, array: np.ndarray | None) -> None:
         if channel is not None and array is not None:
-            self._waits(channel.send, packed(array, self._coding))
+            self._waits(channel.send, array)
 
     def _receive(self, channel: Channel | None, batch: Batch, shape: tuple[int, ...]) -> np.ndarray | None:
         if channel is None:
             return None
-        message = self._waits(channel.receive)
-        return unpacked(message, (len(batch.arrays[0]), -1, *shape[1:]), self._coding)
+        return self._waits(channel.receive).view(np.float32).reshape(len(batch.arrays[0]), -1, *shape[1:])
 
     def _message(self, channel: Channel | None, own: np.ndarray) -> np.ndarray:
         """Return a neighbour's message about the step; without a neighbour, this rank's own."""
@@ -199,32 +195,6 @@ class Pipe:
         result = transfer(*arguments)
         self.waited_s += time.perf_counter() - began
         return result
-
-
-def packed(array: np.ndarray, coding: Coding) -> np.ndarray:
-    """Encode float32 numbers for sending.
-
-    int8 sends a float32 scale for each block of 64 numbers, 1/127 of their largest magnitude, and each number as the
-    nearest multiple of it. So a number is off by at most 1/254 of that magnitude.
-    """
-    if coding == "fp32":
-        return array
-    flat = np.ascontiguousarray(array).reshape(-1)
-    if coding == "bf16":
-        return to_bf16(flat)
-    blocks = -(-flat.size // quantize.LENGTH)
-    return quantize.encode(flat, blocks, 8)[: 4 * blocks + flat.size]
-
-
-def unpacked(message: np.ndarray, shape: tuple[int, ...], coding: Coding) -> np.ndarray:
-    """Decode a message of `packed` into an array of this shape, of which one side may be -1."""
-    if coding == "fp32":
-        return message.view(np.float32).reshape(shape)
-    if coding == "bf16":
-        return from_bf16(message.view(np.uint16)).reshape(shape)
-    numbers = np.empty(message.size - 4 * -(-message.size // quantize.message_bytes(1, 8)), np.float32)
-    quantize.decode(message, numbers, 8)
-    return numbers.reshape(shape)
 
 
 def warm_up(stage: int, stages: int, count: int) -> int:

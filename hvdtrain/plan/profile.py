@@ -320,7 +320,7 @@ def cached(key: Mapping[str, Any]) -> Profile | None:
         return None
     profile = read(path)
     if profile.machine != machine():
-        raise Failure(f"{path}: the profile of another machine; hint: remove it, or use --fresh", exits.BAD_DATA)
+        raise Failure(f"{path}: the profile of another machine; hint: remove it", exits.BAD_DATA)
     return profile
 
 

@@ -65,7 +65,7 @@ SSH_ERRORS = [
     (
         "connection refused",
         "no server answers at its ssh port",
-        "start sshd there (systemctl start ssh), or set its port in ~/.ssh/config or with --ssh-port",
+        "start sshd there (systemctl start ssh), or set its port in ~/.ssh/config",
     ),
     ("no route to host", "there is no route to it", "check that it is on and on this network: ping {host}"),
     ("network is unreachable", "there is no route to it", "check this machine's network: ip route"),
@@ -91,12 +91,12 @@ def explain(host: str, message: str) -> Unreachable:
     return Unreachable(f"ssh failed: {last.strip()}", f"try: ssh -o BatchMode=yes {host} true")
 
 
-def ssh_command(host: str, python: str, options: list[str]) -> list[str]:
+def ssh_command(host: str, python: str) -> list[str]:
     """Command that starts `probe` on a host, with this environment's Python or else python3, in any login shell."""
     # -I -S: without the user's settings and site-packages
     script = 'test -x "$0" && exec "$0" -ISuc "$1"; exec python3 -ISuc "$1"'
     words = ["exec", "sh", "-c", script, python, BOOT]
-    return ssh.command(host, words, "-T", "-x", "-o", "ControlPath=none", *options)
+    return ssh.command(host, words, "-T", "-x", "-o", "ControlPath=none")
 
 
 class Agent:

@@ -203,6 +203,6 @@ class Workload(Described):
             self.config.framework,
             horovod=horovod,
             gpu=device != "cpu",
-            stall_limit_s=self.config.stall_limit,
+            stall_limit_s=world.stall_limit_s(),
             elastic=True,
         )

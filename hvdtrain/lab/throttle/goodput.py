@@ -165,7 +165,7 @@ def _to_peer(options: argparse.Namespace) -> tuple[list[Route], str]:
         raise Failure(f"{message}; hint: name a machine beyond {options.dev}")
     # ssh runs as the calling user, with that user's keys, and without the real-time priority of this process.
     there = ["chrt", "--other", "0", *as_caller()]
-    there += ssh_command(options.peer, sys.executable, [])
+    there += ssh_command(options.peer, sys.executable)
     routes = []
     for link in known:
         arrow = f"here -> {options.peer}" if link.direction == "up" else f"{options.peer} -> here"

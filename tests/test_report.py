@@ -43,10 +43,6 @@ class Page(HTMLParser):
         elif tag in ("th", "td"):
             self.rows[-1].append("")
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 

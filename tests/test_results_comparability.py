@@ -163,11 +163,8 @@ def test_runs_of_different_launchers_are_never_averaged(launched: Path) -> None:
     assert sorted(curves.values()) == [[10], [12, 13], [12, 17], [12, 30, 31]]
     assert sum("baseline 1 host with 3 busy neighbours" in title for title in curves) == 3
     loaded = load([launched])
-    drawn = [
-        (title, rows[-1].group.key["rate_mbit"])
-        for title, panel in panels.curves(loaded, "hosts", "").items()
-        for rows in panel
-    ]
+    split = panels.curves(loaded, "hosts", "").items()
+    drawn = [(title, rows[-1].group.key["rate_mbit"]) for title, panel in split for rows in panel]
     assert len(drawn) == len(set(drawn)) == 4
     keys = [
         (title, group.key["hosts"], group.key["rate_mbit"])

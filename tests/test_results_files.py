@@ -58,34 +58,19 @@ def state(folder: Path) -> tuple[str, str]:
 # --- one damage each --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("data_s", -0.001),
-        ("compute_s", float("nan")),
-        ("bytes_sent", 10**400),
-        ("step", True),
-        ("type", "stap"),
-        ("type", None),
-    ],
-)
-def test_a_wrong_value_refuses_the_run_with_file_and_line(folder: Path, field: str, value: Any) -> None:
-    change(folder, 4, **{field: value})
-    found, problems = state(folder)
-    assert found == "refused"
-    assert f"{METRICS}:4: " in problems
-    assert load([folder]).runs["train_s"].isna().all()
+FIELDS = ("data_s", -0.001), ("compute_s", float("nan")), ("bytes_sent", 10**400), ("step", True), ("type", "stap")
+NO_RECORDS = "[1]\n", "null\n", "7\n", '"step"\n', "{}\n", '{"type":"step"}\n', "[" * 5000 + "\n"
 
 
-@pytest.mark.parametrize(
-    "text", [b"[1]\n", b"null\n", b"7\n", b'"step"\n', b"{}\n", b'{"type":"step"}\n', b"[" * 5000 + b"\n"]
-)
-def test_a_line_that_is_not_a_record_refuses_the_run(folder: Path, text: bytes) -> None:
-    found = [line.encode() for line in lines(folder)]
-    put(folder, b"".join(found[:3]) + text + b"".join(found[3:]))
+@pytest.mark.parametrize("damage", [*FIELDS, ("type", None), *NO_RECORDS])
+def test_a_line_that_is_no_valid_record_refuses_the_run(folder: Path, damage: str | tuple[str, Any]) -> None:
+    found = lines(folder)
+    wrong = damage if isinstance(damage, str) else json.dumps(json.loads(found[3]) | dict([damage])) + "\n"
+    put(folder, [*found[:3], wrong, *found[3:]])
     found_state, problems = state(folder)
     assert found_state == "refused"
     assert f"{METRICS}:4: " in problems
+    assert load([folder]).runs["train_s"].isna().all()
 
 
 @pytest.mark.parametrize("text", [b'{"type":"st', b"\x00\x00", b"\xff\xfe{", b'{"type":"step","st{"type":"step"}'])

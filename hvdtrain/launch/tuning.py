@@ -187,7 +187,7 @@ def openmpi_settings(link: Link) -> list[Setting]:
 def advice(link: Link, backend: str) -> str | None:
     """Advice to use PyTorch's DistributedDataParallel, if it is known to be faster than Horovod on this link.
 
-    The seconds in the advice are those of an epoch in docs/benchmarks/horovod-and-ddp.md.
+    The seconds in the advice are those of an epoch in docs/benchmarks/strategies.md.
     """
     if link.hosts < 2 or not link.quota or (link.rate_bit_s or ASSUMED_BIT_S) < POLLING_FROM_BIT_S:
         return None

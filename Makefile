@@ -5,11 +5,10 @@ TEST_WORKERS ?= $(shell expr $$(nproc) + 1)
 SHELL := bash
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint bench bench-network bench-backends bench-strategies bench-plan bench-stages \
-	bench-scripts bench-coding chaos horovod-suite install-matrix gpu-check docs clean
+.PHONY: help setup demo test test-all lint bench bench-strategies chaos horovod-suite install-matrix gpu-check docs clean
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
+	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
 
 setup:  ## make .venv, or bring it up to date: FRAMEWORKS=torch|tensorflow|torch,tensorflow PYTHON=... TORCH=cpu HVDTRAIN_MPI=system
 	@tools/setup.sh $(FRAMEWORKS)
@@ -40,30 +39,14 @@ lint: setup  ## ruff, mypy, import contracts, lines per folder, imports of the t
 	. .venv/bin/activate && pytest --collect-only -q tests >/dev/null
 	for script in $(wildcard tools/*.sh launch/*.sh launch/*.sbatch .ci/run); do bash -n $$script || exit; done
 
-bench: setup  ## measure the training loop against a bare Horovod loop: BENCH_ARGS=--quick
-	. .venv/bin/activate && python tools/bench.py $(BENCH_ARGS)
+bench: bench-loop  ## measure the training loop against a bare Horovod loop: BENCH_ARGS='--rounds 1'
 
-bench-network: setup  ## allreduce over virtual hosts against the network limit (root): BENCH_ARGS='--rates 10mbit'
-	. .venv/bin/activate && python tools/bench_network.py $(BENCH_ARGS)
-
-bench-backends: setup  ## the TCP backend, Gloo and Open MPI over virtual hosts (root): BENCH_ARGS='--rates 100mbit --hosts 4'
-	. .venv/bin/activate && python tools/bench_backends.py $(BENCH_ARGS)
-
-bench-coding: setup  ## processor time of each reducer's coding, beside a copy: BENCH_ARGS='--reducers int8'
-	. .venv/bin/activate && python tools/bench_coding.py $(BENCH_ARGS)
+bench-%: setup  ## one of the benchmarks that tools/bench.py lists: BENCH_ARGS='--rates 10mbit' (root, most of them)
+	. .venv/bin/activate && python tools/bench.py $* $(BENCH_ARGS)
 
 bench-strategies: setup  ## every strategy to a test accuracy at 10, 100, 1000 Mbit/s (root): BENCH_ARGS='--set seed=1'
 	. .venv/bin/activate && hvdtrain sweep strategies $(BENCH_ARGS)
 	. .venv/bin/activate && hvdtrain results strategies results/strategies
-
-bench-plan: setup  ## predictions of hvdtrain plan against runs on virtual hosts (root): BENCH_ARGS='--rates 10mbit'
-	. .venv/bin/activate && python tools/bench_plan.py $(BENCH_ARGS)
-
-bench-scripts: setup  ## a script beside the workload (root): BENCH_ARGS='--rates 10mbit'; BENCH=trainers: beside DDP
-	. .venv/bin/activate && python tools/bench_$(or $(BENCH),scripts).py $(BENCH_ARGS)
-
-bench-stages: setup  ## pipeline stages, data parallelism and torch's pipelining (root): BENCH_ARGS='--rates 10mbit'
-	. .venv/bin/activate && python tools/bench_stages.py $(BENCH_ARGS)
 
 chaos: setup  ## lose hosts of elastic jobs on virtual hosts, and check what is left (root): CHAOS_ARGS='--faults 20 --seed 1'
 	. .venv/bin/activate && python tools/chaos.py $(CHAOS_ARGS)

@@ -18,7 +18,7 @@ def test_survivors_lose_nothing(tmp_path: Path) -> None:
     words = ["--faults", "2", "--seed", "14", "--kinds", "host,rank-0", "--rates", "unlimited", "--out", str(tmp_path)]
     done = finished([*CHAOS, *words, "--json", "--name", unique()])
     assert done.returncode == 0, done.stderr
-    runs = json.loads(done.stdout)["runs"]
+    runs = json.loads(done.stdout)["rows"]
     assert [run["finished"] for run in runs] == [True, True]
     assert all(run["continued_s"] > 0 for run in runs)
 

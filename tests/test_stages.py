@@ -527,7 +527,7 @@ def test_stages_in_tensorflow_equal_one_process(trained: Callable[..., Path]) ->
 def test_the_bytes_on_the_network_are_those_of_the_formula(tmp_path: Path) -> None:
     """Plus at most 8 % for headers and acknowledgements."""
     flags = ["--rates", "100mbit", "--models", "small", "--rows", "stages2", "--rounds", "1", "--json"]
-    words = [sys.executable, "tools/bench_stages.py", *flags, "--name", unique(), "--out", str(tmp_path)]
+    words = [sys.executable, "tools/bench.py", "stages", *flags, "--name", unique(), "--out", str(tmp_path)]
     done = finished(words)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["rows"]

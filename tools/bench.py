@@ -1,192 +1,180 @@
-"""Measure hvdtrain's training loop against a bare Horovod loop (`make bench`).
+#!/usr/bin/env python3
+"""Run a benchmark: `make bench-NAME`, or tools/bench.py NAME, whose --help lists its options.
 
-    python tools/bench.py                   # about twenty minutes on two cores
-    python tools/bench.py --quick --json    # one round, one JSON document
-    python tools/bench.py --only ours       # `python -m hvdtrain.resnet` and the bare loop, without the other variants
+  loop      the training loop against a bare Horovod loop
+  network   Horovod's all-reduce over slow links, under three launchers (root)
+  backends  the TCP backend, Gloo and Open MPI (root)
+  plan      predictions of `hvdtrain plan` against runs (root)
+  scripts   a user's script beside the workload (root)
+  trainers  an unmodified Trainer script beside DDP and its hook (root)
+  stages    pipeline stages, data parallelism and torch's pipelining (root)
+  coding    processor time of the reducers' coding, beside a copy
 
-Two ranks on this machine train ResNet-34 on the digits with tools/bare_loop.py (a hand-written Horovod loop of the same
-model), with `python -m hvdtrain.resnet`, with all monitors switched on, and with `--strategy native`. The variants take
-turns, and every second round runs in reverse order, so that drift of the machine favours none of them. Results are
-medians over rounds, with the minimum and the maximum in brackets. The first three steps of a run do not count.
+Those marked (root) create virtual hosts. Each is a file, bench_NAME.py. bench_gpu.py needs no environment of hvdtrain
+and runs by itself.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import importlib
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
+import pandas as pd
 
-ROOT = Path(__file__).parent.parent
-RANKS = 2
-EPOCHS = 3
-OURS = {"ours": [], "monitored": ["--monitor", "power,resources"], "native": ["--strategy", "native"]}
-HEADS = ("quantity", "median [min .. max]", "baseline", "goal")
-SAMPLER = "hvdtrain.monitors"
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from hvdtrain.sweep.process import run_uninterrupted  # noqa: E402
+from hvdtrain.system import exits  # noqa: E402
+from hvdtrain.system.arguments import Parser  # noqa: E402
+from hvdtrain.system.commands import need_root  # noqa: E402
+from hvdtrain.system.exits import Failure  # noqa: E402
+from hvdtrain.system.rates import all_reduce_s, goodput_both_ways, parse_rate, show_rate  # noqa: E402
+
+NAMES, UNLIMITED = "abcdefgh", "unlimited"
+QUEUED_UP_TO_BYTES = 1_000_000
+"""Smaller transfers may pass through a link's queue faster than the rate"""
 T = TypeVar("T")
-SAMPLING_S = 1.0  # between two readings of the sampler's processor time; the same for variants without a sampler
+
+# --- virtual hosts ----------------------------------------------------------------------------------------------------
 
 
-def launch(arguments: list[str], metrics: Path | None = None) -> dict[str, Any]:
-    """Run a program on two ranks and return the JSON document that it printed.
-
-    Adds `launch_s`, the seconds until `metrics` had its first record, and `sampler_cpu_percent`, the share of one core
-    that the monitors' process took. Both are None if they were not measured.
-    """
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    }
-    mpirun = [str(Path(sys.executable).parent / "mpirun"), "-np", str(RANKS), "--bind-to", "none", "--oversubscribe"]
-    began = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            [*mpirun, sys.executable, *arguments], cwd=ROOT, env=environment, stdout=output, stderr=errors
-        )
-        launch_s, readings, next_s = None, [], 0.0
-        while process.poll() is None:
-            now_s = time.perf_counter() - began
-            if metrics is not None and launch_s is None and metrics.exists() and metrics.stat().st_size:
-                launch_s = now_s
-            if now_s > next_s:
-                next_s = now_s + SAMPLING_S
-                readings += [(now_s, cpu_s) for cpu_s in sampler_cpu_s(process.pid)]
-            time.sleep(0.02)
-        output.seek(0)
-        errors.seek(0)
-        if process.returncode:
-            raise SystemExit(f"bench: {' '.join(arguments)} failed:\n{errors.read()[-3000:]}")
-        document: dict[str, Any] = json.loads(output.read())
-    share = None
-    if len(readings) > 1:
-        (first_s, first_cpu_s), (last_s, last_cpu_s) = readings[0], readings[-1]
-        share = (last_cpu_s - first_cpu_s) / (last_s - first_s)
-    return document | {"launch_s": launch_s, "sampler_cpu_percent": None if share is None else 100 * share}
+def cluster(*arguments: str) -> None:
+    run_uninterrupted([f"{ROOT}/tools/cluster.sh", *arguments], os.environ)
 
 
-def sampler_cpu_s(launcher: int) -> list[float]:
-    """Processor seconds used so far by each sampler among the launcher's descendants."""
-    seconds = []
-    for child in psutil.Process(launcher).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if any(SAMPLER in word for word in child.cmdline()):
-                times = child.cpu_times()
-                seconds.append(times.user + times.system)
-    return seconds
+@contextlib.contextmanager
+def hosts_up(name: str, count: int, cores: float | None = None, *more: str) -> Iterator[None]:
+    """Virtual hosts a, b ..., each with so many cores, or with all. Raises Failure (77) without root."""
+    need_root("the benchmark's virtual cluster")
+    share = [] if cores is None else ["--cpu-share", f"{min(cores, os.cpu_count() or 1):g}"]
+    cluster("up", "--name", name, "--hosts", ",".join(NAMES[:count]), *share, *more)
+    try:
+        yield
+    finally:
+        cluster("down", "--name", name)
 
 
-def spread(values: list[float], digits: int) -> str:
-    if not values:
-        return "not measured"
-    return f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f} .. {max(values):.{digits}f}]"
+def throttle(name: str, rate: str, host: str = "") -> None:
+    """Set the rate of all links, or of one host's, such as 10mbit; UNLIMITED removes it."""
+    words = ["clear" if rate == UNLIMITED else rate, "--name", name, *(["--host", host] if host else [])]
+    run_uninterrupted([f"{ROOT}/tools/throttle.sh", *words], os.environ)
 
 
-def in_turn(variants: Mapping[str, Callable[[int], T]], rounds: int, label: str) -> dict[str, list[T]]:
-    """Run the variants in turn, every second round in reverse order. Returns the result of each round by variant."""
+def on_host(name: str, words: Sequence[object], host: str = "a") -> list[str]:
+    """The command that runs another one on a host."""
+    return [f"{ROOT}/tools/cluster.sh", "exec", "--name", name, host, "--", *map(str, words)]
+
+
+def listed(count: int, ranks: int = 1) -> str:
+    """The hosts as launchers take them: a:1,b:1."""
+    return ",".join(f"{host}:{ranks}" for host in NAMES[:count])
+
+
+def document(words: Sequence[str], **variables: str) -> Any:
+    """Run a command, and return the last JSON object that it printed. Raises Failure."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1"} | variables
+    environment |= {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    found = re.findall(r"\{.*\}", done.stdout)
+    if done.returncode or not found:
+        errors = [line for line in done.stderr.splitlines() if "Error" in line or "hvdtrain:" in line]
+        reason = errors[0] if errors else done.stderr[-600:]
+        raise Failure(f"{' '.join(words)[-200:]} ended with {done.returncode}: {reason}")
+    return json.loads(found[-1])
+
+
+def limit_s(hosts: int, nbytes: int, rate_bit_s: float) -> float:
+    """Seconds that the network needs for an all-reduce over so many hosts."""
+    return all_reduce_s(nbytes, hosts, goodput_both_ways(rate_bit_s))
+
+
+def check_throttle(what: str, seconds: float, nbytes: int, limit: float) -> None:
+    """Raises Failure for a transfer that was faster than its links."""
+    if nbytes >= QUEUED_UP_TO_BYTES and seconds < limit / 1.2:
+        reason = f"{what} took {seconds:.4f} s, but the network needs {limit:.4f} s"
+        raise Failure(f"{reason}; hint: another program may have removed the throttle")
+
+
+# --- options, repeats and results -------------------------------------------------------------------------------------
+
+
+def words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in words(text)]
+
+
+def rates(text: str) -> list[str]:
+    return [word if word == UNLIMITED else show_rate(parse_rate(word)) for word in words(text)]
+
+
+def options_of(about: str | None, name: str, **defaults: Any) -> Parser:
+    """A parser with an option for each default, and with --name (of the virtual cluster) and --json."""
+    kinds = {"rates": rates, "hosts": numbers, "ranks_per_host": numbers, "out": Path}
+    top = Parser(prog=f"bench.py {name}", description=about)
+    for key, default in {"name": f"bench-{name}"[:12], **defaults}.items():
+        kind = kinds.get(key, words if isinstance(default, list) else type(default))
+        shown = ",".join(map(str, default)) if isinstance(default, list) else default
+        top.add_argument(f"--{key.replace('_', '-')}", type=kind, default=default, help=f"(default: {shown})")
+    top.add_argument("--json", action="store_true", help="one JSON document instead of the table")
+    return top
+
+
+def known(top: Parser, given: Sequence[object], choices: Sequence[object]) -> None:
+    """Exits with 2 for a word that is no choice."""
+    if unknown := [each for each in given if each not in choices]:
+        top.error(f"unknown {unknown[0]}; hint: choose from {', '.join(map(str, choices))}")
+
+
+def say(row: object) -> None:
+    print(json.dumps(row) if isinstance(row, dict) else row, file=sys.stderr, flush=True)
+
+
+def in_turn(variants: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """Run all variants so many times, every second time in reverse order, so that drift favours none."""
     results: dict[str, list[T]] = {name: [] for name in variants}
     for number in range(rounds):
-        for name in list(variants) if number % 2 == 0 else reversed(list(variants)):
-            results[name].append(variants[name](number))
-        print(f"bench: {label}, round {number + 1}/{rounds} done", file=sys.stderr, flush=True)
+        for name in list(variants)[:: 1 - 2 * (number % 2)]:
+            results[name].append(variants[name]())
+            say(f"round {number + 1}/{rounds}: {name} done")
     return results
 
 
-def measure_loop(framework: str, rounds: int, folder: Path, variants: Sequence[str]) -> dict[str, Any]:
-    """Run hvdtrain in these variants, and the bare loop. Returns what `launch` returned, by variant and round."""
-
-    def ours(number: int, name: str) -> dict[str, Any]:
-        run = folder / f"{framework}-{name}-{number}"
-        flags = ["--framework", framework, "--epochs", str(EPOCHS), "--checkpoint-epochs", "0", "--json"]
-        program = ["-m", "hvdtrain.resnet", *flags, *OURS[name], "--run-dir", str(run)]
-        return launch(program, run / "metrics" / "rank0000.jsonl")
-
-    loops: dict[str, Callable[[int], dict[str, Any]]]
-    loops = {"bare": lambda number: launch(["tools/bare_loop.py", framework, "--epochs", str(EPOCHS)])}
-    return in_turn(loops | {name: partial(ours, name=name) for name in variants}, rounds, framework)
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    median, least, most = statistics.median(values), min(values), max(values)
+    return f"{median:.{digits}f} [{least:.{digits}f} .. {most:.{digits}f}]"
 
 
-def ratios(results: dict[str, Any], one: str, other: str) -> list[float]:
-    """Ratios of the throughput of two variants, per round."""
-    return [a["samples_per_s"] / b["samples_per_s"] for a, b in zip(results[one], results[other], strict=True)]
+def show(options: Any, rows: Sequence[Mapping[str, Any]]) -> int:
+    """Print the rows as a table or JSON document, and return the exit code."""
+    if options.json:
+        print(json.dumps({"schema": "hvdtrain/bench/4", "rows": rows}))
+    else:
+        print(pd.DataFrame(rows).to_string(index=False, na_rep="-", float_format="{:.4g}".format))
+    return exits.OK
 
 
-def values(runs: list[dict[str, Any]], field: str, factor: float = 1.0) -> list[float]:
-    return [factor * run[field] for run in runs if run.get(field) is not None]
-
-
-def framework_rows(results: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """The table's rows for one framework."""
-    ours, bare = results["ours"], results["bare"]
-    bare_mb = spread(values(bare, "peak_rss_bytes", 1e-6), 0)
-    rows = [
-        ("images/s, hvdtrain", spread(values(ours, "samples_per_s"), 1), "", ""),
-        ("images/s, bare Horovod loop", spread(values(bare, "samples_per_s"), 1), "", ""),
-        ("hvdtrain / bare, per round", spread(ratios(results, "ours", "bare"), 3), "1 = bare loop", ">= 0.98"),
-        ("waiting for data, % of time", spread(values(ours, "data_share", 100), 2), "0", "<= 1"),
-        ("peak RSS per rank, MB", spread(values(ours, "peak_rss_bytes", 1e-6), 0), f"bare {bare_mb}", ""),
-        ("launch to first step, s", spread(values(ours, "launch_s"), 1), "", ""),
-    ]
-    if "native" in results:
-        rows += [
-            (
-                "images/s, hvdtrain with --strategy native",
-                spread(values(results["native"], "samples_per_s"), 1),
-                "",
-                "",
-            ),
-            ("native / bare, per round", spread(ratios(results, "native", "bare"), 3), "1 = bare loop", ""),
-        ]
-    if "monitored" in results:
-        slower = [100 * (1 / ratio - 1) for ratio in ratios(results, "monitored", "ours")]
-        sampler = spread(values(results["monitored"], "sampler_cpu_percent"), 2)
-        rows += [
-            ("step time added by all monitors, %", spread(slower, 2), "monitors off", "<= 1"),
-            ("sampler's processor time, % of a core", sampler, "0", "<= 1"),
-        ]
-    return rows
-
-
-def table(loops: dict[str, Any]) -> str:
-    rows: list[tuple[str, ...]] = [HEADS]
-    for framework, results in loops.items():
-        rows += [(f"{framework}: {label}", *cells) for label, *cells in framework_rows(results)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round of each")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds (default: 5)")
-    parser.add_argument(
-        "--frameworks", default="torch,tensorflow", help="frameworks, separated by commas (default: both)"
-    )
-    parser.add_argument("--only", choices=("ours",), help="only hvdtrain and the bare loop")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    options = parser.parse_args()
-    if unknown := set(options.frameworks.split(",")) - {"torch", "tensorflow"}:
-        parser.error(f"--frameworks: unknown {', '.join(sorted(unknown))}; choose from torch, tensorflow")
-    rounds = 1 if options.quick else options.rounds
-    variants = [options.only] if options.only else list(OURS)
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
-        loop = {name: measure_loop(name, rounds, Path(folder), variants) for name in options.frameworks.split(",")}
-    results: dict[str, Any] = {"schema": "hvdtrain/bench/3", "ranks": RANKS, "cores": os.cpu_count(), "loop": loop}
-    print(json.dumps(results) if options.json else table(loop))
+def main(arguments: list[str]) -> int:
+    names = re.findall(r"^  ([a-z]+) ", __doc__ or "", re.MULTILINE)
+    top = Parser(prog="bench.py", description=__doc__)
+    top.add_argument("bench", metavar="NAME", choices=names)
+    name = top.parse_args(arguments[:1]).bench
+    code: int = importlib.import_module(f"bench_{name}").main(arguments[1:])
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.modules["bench"] = sys.modules[__name__]
+    exits.end(main, sys.argv[1:], "bench")

@@ -1,20 +1,17 @@
-#!/usr/bin/env python3
-"""Compare the TCP backend with Gloo (torch.distributed) and Open MPI (mpi4py) on virtual hosts with throttled links.
-
-`over_mpi` is `--backend mpi`: the TCP backend's algorithms, whose messages between hosts MPI carries.
+"""The TCP backend, Gloo (torch.distributed) and Open MPI (mpi4py) on virtual hosts with throttled links.
 
     sudo make bench-backends BENCH_ARGS='--rates 100mbit --hosts 4 --ranks-per-host 1,4'
-    sudo make bench-backends BENCH_ARGS='--quick --hosts 2 --operations sum-1,pairs-40 --json'
 
-An operation is sum-KB, a float32 sum over all ranks, or pairs-KB, in which each host sends KB kilobytes to each other
-host. bf16-KB, int8-KB and int4-KB are sums by a reducer, which only the first two backends have. The TCP backend sums
-the vectors of a host's ranks first; Gloo and Open MPI get one flat operation over all ranks, as their users would call
-it. Pairs are measured with one rank per host, because only one rank per host takes part.
+`over_mpi` is `--backend mpi`: the TCP backend's algorithms, whose messages between hosts MPI carries. An operation is
+sum-KB, a float32 sum over all ranks, or pairs-KB, in which each host sends KB kilobytes to each other host. bf16-KB,
+int8-KB and int4-KB are sums by a reducer, which only the first two backends have. The TCP backend sums the vectors of
+a host's ranks first; Gloo and Open MPI get one flat operation over all ranks, as their users would call it. Pairs are
+measured with one rank per host, because only one rank per host takes part.
 
-Every rank connects all four, and each repetition runs them in turn. Seconds are the median over repetitions
-of the slowest rank's time; CPU seconds are the median of all ranks' processor time together. `limit_s` is the time that
-the network needs at 0.936 of the rate, TCP's share with both directions busy. A CPU limit gives each host an equal part
-of this machine's cores. Needs root.
+Every rank connects all four, and each repetition runs them in turn. Seconds are the median over repetitions of the
+slowest rank's time; CPU seconds are the median of all ranks' processor time together. `limit_s` is the time that the
+network needs at 0.936 of the rate, TCP's share with both directions busy. A CPU limit gives each host an equal part
+of this machine's cores.
 """
 
 from __future__ import annotations
@@ -28,27 +25,19 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
+from bench import check_throttle, document, hosts_up, limit_s, listed, on_host, options_of, say, show, throttle
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-
-from bench_network import MARK, NAMES, check_throttle, cluster, limit_s, measure, numbers, options_of, throttle  # noqa: E402
-
-from hvdtrain.comm.backends.base import Endpoint  # noqa: E402
-from hvdtrain.strategies import Layout, parse  # noqa: E402
-from hvdtrain.system import exits  # noqa: E402
-from hvdtrain.system.arguments import Parser  # noqa: E402
-from hvdtrain.system.commands import need_root  # noqa: E402
-from hvdtrain.system.exits import Failure  # noqa: E402
-from hvdtrain.system.rates import goodput_both_ways, show_rate  # noqa: E402
+from hvdtrain.comm.backends.base import Endpoint
+from hvdtrain.strategies import Layout, parse
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
+from hvdtrain.system.rates import goodput_both_ways, parse_rate
 
 BACKENDS = ("tcp", "over_mpi", "gloo", "mpi")
-OPERATIONS = ("sum-1", "sum-5340", "pairs-40", "pairs-667")
+OPERATIONS = ["sum-1", "sum-5340", "pairs-40", "pairs-667"]
 REDUCERS = ("bf16", "int8", "int4")
 """Sums by a reducer, which only hvdtrain's backends have. Equal numbers, as here, lose hardly anything"""
 REPEAT_S = 6.0
@@ -79,13 +68,6 @@ def network_s(operation: str, hosts: int, rate_bit_s: int) -> float:
         cost = parse(kind).cost([(nbytes // 4,)], Layout(ranks=hosts, hosts=hosts), buckets=False)
         return cost.sent_bytes * 8 / goodput_both_ways(rate_bit_s)
     return (hosts - 1) * nbytes * 8 / goodput_both_ways(rate_bit_s)
-
-
-def repeats(expected_s: float, quick: bool) -> int:
-    return 2 if quick else max(3, min(10, int(REPEAT_S / expected_s)))
-
-
-# --- one rank --------------------------------------------------------------------------------------------------------
 
 
 def rank_program(work: Sequence[tuple[str, int]]) -> None:
@@ -175,79 +157,42 @@ def rank_program(work: Sequence[tuple[str, int]]) -> None:
             for backend in able(operation)
         }
     if ours.rank == 0:
-        print(MARK + json.dumps(report), flush=True)
+        print(json.dumps(report), flush=True)
     gloo.shutdown()
     ours.shutdown()
 
 
-# --- the cluster -----------------------------------------------------------------------------------------------------
-
-
-def case(options: argparse.Namespace, rate: int, hosts: int, per_host: int) -> list[dict[str, Any]]:
-    """Run the operations of one case; return a row for each."""
-    operations = [each for each in options.operations if per_host == 1 or parse_operation(each)[0] != "pairs"]
-    work = [(each, repeats(network_s(each, hosts, rate), options.quick)) for each in operations]
-    rows, listed = [], ",".join(f"{host}:{per_host}" for host in NAMES[:hosts])
-    program = ["tools/bench_backends.py", "--rank", json.dumps(work)]
-    found = measure(options.name, "mpirun", listed, hosts * per_host, program) if work else {}
-    for operation, backends in found.items():
-        row: dict[str, Any] = {"rate_mbit": rate / 1e6, "hosts": hosts, "ranks_per_host": per_host}
-        row |= {
-            "operation": operation,
-            "repetitions": dict(work)[operation],
-            "limit_s": network_s(operation, hosts, rate),
-        }
-        for what, suffix in (("seconds", "s"), ("cpu_s", "cpu_s")):
-            row |= {f"{each}_{suffix}": statistics.median(backends[each][what]) for each in backends}
-        fastest_s = min(row[f"{each}_s"] for each in backends)
-        check_throttle(operation, fastest_s, parse_operation(operation)[1], row["limit_s"])
-        if "gloo" in backends:
-            row["s_over_gloo"] = row["tcp_s"] / row["gloo_s"]
-            row["cpu_over_gloo"] = row["tcp_cpu_s"] / row["gloo_cpu_s"]
-        rows.append(row)
-    print(f"{show_rate(rate)}, {hosts} hosts, {per_host} per host: done", file=sys.stderr, flush=True)
-    return rows
-
-
-def parser() -> Parser:
-    top = options_of(__doc__, [2, 4, 8], "bbench")
-    top.add_argument("--ranks-per-host", type=numbers, default=[1, 4], metavar="N", help="(default: 1,4)")
-    top.add_argument("--operations", type=lambda text: text.split(","), default=list(OPERATIONS), metavar="NAMES")
-    top.add_argument("--quick", action="store_true", help="two repetitions of each operation")
-    return top
-
-
 def main(arguments: list[str]) -> int:
-    options = parser().parse_args(arguments)
+    rates = ["10mbit", "100mbit", "1gbit"]
+    top = options_of(__doc__, "backends", rates=rates, hosts=[2, 4, 8], ranks_per_host=[1, 4], operations=OPERATIONS)
+    top.add_argument("--rank", help=argparse.SUPPRESS)
+    options = top.parse_args(arguments)
     if options.rank:
-        rank_program([(operation, times) for operation, times in json.loads(options.rank)])
+        rank_program(json.loads(options.rank))
         return 0
-    for operation in options.operations:
-        parse_operation(operation)
-    for flag, values, least, most in (
-        ("hosts", options.hosts, 2, 8),
-        ("ranks-per-host", options.ranks_per_host, 1, 64),
-    ):
-        if wrong := [value for value in values if not least <= value <= most]:
-            raise Failure(f"--{flag} {wrong[0]}; hint: give {least} to {most}", exits.USAGE)
-    need_root("the benchmark's virtual cluster")
-    rows: list[dict[str, Any]] = []
+    operations = {each: parse_operation(each) for each in options.operations}
+    rows = []
     for hosts in options.hosts:
-        share = f"{(os.cpu_count() or 1) / hosts:g}"
-        cluster("up", "--name", options.name, "--hosts", ",".join(NAMES[:hosts]), "--cpu-share", share)
-        try:
-            for rate in options.rates:
+        with hosts_up(options.name, hosts, (os.cpu_count() or 1) / hosts):
+            for rate, per_host in ((rate, per_host) for rate in options.rates for per_host in options.ranks_per_host):
                 throttle(options.name, rate)
-                for per_host in options.ranks_per_host:
-                    rows += case(options, rate, hosts, per_host)
-        finally:
-            cluster("down", "--name", options.name)
-    if options.json:
-        print(json.dumps({"schema": "hvdtrain/bench-backends/1", "rows": rows}))
-    else:
-        print(pd.DataFrame(rows).to_string(index=False, float_format="{:.4g}".format))
-    return 0
-
-
-if __name__ == "__main__":
-    exits.end(main, sys.argv[1:])
+                limits = {
+                    name: network_s(name, hosts, parse_rate(rate))
+                    for name, (kind, _) in operations.items()
+                    if per_host == 1 or kind != "pairs"
+                }
+                work = json.dumps([(name, max(3, min(10, int(REPEAT_S / each)))) for name, each in limits.items()])
+                program = ["launch/mpirun.sh", "-np", hosts * per_host, "-H", listed(hosts, per_host), sys.executable]
+                found = document(on_host(options.name, [*program, "tools/bench.py", "backends", "--rank", work]))
+                for name, backends in found.items():
+                    row: dict[str, Any] = {"rate": rate, "hosts": hosts, "ranks_per_host": per_host, "operation": name}
+                    row |= {"limit_s": limits[name]}
+                    for what, suffix in (("seconds", "s"), ("cpu_s", "cpu_s")):
+                        row |= {f"{each}_{suffix}": statistics.median(backends[each][what]) for each in backends}
+                    check_throttle(name, min(row[f"{each}_s"] for each in backends), operations[name][1], limits[name])
+                    if "gloo" in backends:
+                        row["s_over_gloo"] = row["tcp_s"] / row["gloo_s"]
+                        row["cpu_over_gloo"] = row["tcp_cpu_s"] / row["gloo_cpu_s"]
+                    rows.append(row)
+                say(f"{rate}, {hosts} hosts, {per_host} per host: done")
+    return show(options, rows)

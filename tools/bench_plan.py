@@ -1,15 +1,13 @@
-#!/usr/bin/env python3
-"""Compare predictions of `hvdtrain plan` with real runs on virtual hosts.
+"""Predictions of `hvdtrain plan` beside real runs on virtual hosts.
 
     sudo make bench-plan BENCH_ARGS='--rates 10mbit --hosts 4 --strategy powersgd:rank=4'
     sudo make bench-plan BENCH_ARGS='--model captioning --cores 0.25 --repeats 2'
-    tools/bench_plan.py --report results/bench-plan
+    tools/bench.py plan --report results/bench-plan
 
-Creates four virtual hosts, profiles the model on all of them at once, and writes the predictions of all cells and
-their SHA-256 before the first run. Nothing is fitted to the cells. Then it runs each cell, and `--strategy auto` once
-per rate and number of hosts. It prints the errors, next to those of latency-bandwidth arithmetic without overlap:
-computation + bytes / goodput + latencies. Needs root. A cell's step time is the mean over ranks and over steps without
-warm-up.
+Profiles the model on all of four virtual hosts at once, and writes the predictions of all cells and their SHA-256
+before the first run. Nothing is fitted to the cells. Then it runs each cell, and `--strategy auto` once per rate and
+number of hosts. It prints the errors, next to those of latency-bandwidth arithmetic without overlap: computation +
+bytes / goodput + latencies. A cell's step time is the mean over ranks and over steps without warm-up.
 """
 
 from __future__ import annotations
@@ -26,26 +24,19 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from bench import NAMES, ROOT, hosts_up, known, listed, on_host, options_of, say, throttle
 from scipy.stats import kendalltau
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+from hvdtrain import records
+from hvdtrain.plan import learning
+from hvdtrain.plan.network import LATENCY_S, Link
+from hvdtrain.strategies import automatic
+from hvdtrain.strategies.cost import Layout
+from hvdtrain.strategies.spec import parse
+from hvdtrain.system.exits import Failure
+from hvdtrain.system.rates import parse_rate
 
-from bench_network import cluster, numbers, throttle  # noqa: E402
-
-from hvdtrain import records  # noqa: E402
-from hvdtrain.plan import learning  # noqa: E402
-from hvdtrain.plan.network import LATENCY_S, Link  # noqa: E402
-from hvdtrain.strategies import automatic  # noqa: E402
-from hvdtrain.strategies.cost import Layout  # noqa: E402
-from hvdtrain.strategies.spec import parse  # noqa: E402
-from hvdtrain.system import exits  # noqa: E402
-from hvdtrain.system.arguments import Parser  # noqa: E402
-from hvdtrain.system.commands import need_root  # noqa: E402
-from hvdtrain.system.exits import Failure  # noqa: E402
-from hvdtrain.system.rates import parse_rate  # noqa: E402
-
-NAMES = ("a", "b", "c", "d")
+HOSTS = NAMES[:4]
 PLACE = ["model", "cores", "rate", "hosts"]
 CELL_S = 8.0
 """Aim for the steps of a cell"""
@@ -57,20 +48,16 @@ MODELS = {
 }
 
 
-def on_host(name: str, host: str, words: Sequence[str]) -> list[str]:
-    return [f"{ROOT}/tools/cluster.sh", "exec", "--name", name, host, "--", *words]
-
-
 def profiles(options: argparse.Namespace, folder: Path) -> Any:
     """Profile on all hosts at once, each with its own cache, and return the plan of a median host."""
     flags = MODELS[options.model]
     strategies = [word for each in options.strategy for word in ("--strategy", each)]
     cells = ["--hosts", ",".join(map(str, [1, *options.hosts])), "--rates", ",".join(options.rates)]
     running = []
-    for host in NAMES:
+    for host in HOSTS:
         cache = f"XDG_CACHE_HOME={folder.parent / 'cache' / host}"
         words = ["env", cache, sys.executable, "-m", "hvdtrain.cli", "plan", *flags, *cells, *strategies, "--json"]
-        running.append(subprocess.Popen(on_host(options.name, host, words), cwd=ROOT, stdout=subprocess.PIPE))
+        running.append(subprocess.Popen(on_host(options.name, words, host), cwd=ROOT, stdout=subprocess.PIPE))
     plans = [json.loads(process.communicate()[0] or "null") for process in running]
     if not all(plans):
         raise Failure("bench_plan: a host made no plan; its error is above")
@@ -86,31 +73,21 @@ def predictions_of(plan: Any, options: argparse.Namespace) -> list[dict[str, Any
             shapes = [tuple(shape) for shape in plan["shapes"]]
             cost = parse(each["strategy"]).cost(shapes, Layout(ranks=each["ranks"], hosts=each["hosts"]))
             exchange_s = cost.sent_bytes / link.up + cost.hops * LATENCY_S
-            rows.append(
-                {
-                    "model": options.model,
-                    "cores": options.cores,
-                    "rate": network["network"],
-                    "hosts": each["hosts"],
-                    "strategy": each["strategy"],
-                    "predicted_s": each["step_s"],
-                    "interval_s": each["interval_s"],
-                    "baseline_s": each["computing_s"] + exchange_s,
-                    "predicted_bytes": each["sent_bytes"],
-                }
-            )
+            row = {"model": options.model, "cores": options.cores, "rate": network["network"], "hosts": each["hosts"]}
+            row |= {"strategy": each["strategy"], "predicted_s": each["step_s"], "interval_s": each["interval_s"]}
+            row |= {"baseline_s": each["computing_s"] + exchange_s, "predicted_bytes": each["sent_bytes"]}
+            rows.append(row)
     return rows
 
 
 def train(options: argparse.Namespace, row: dict[str, Any], path: Path, steps: int) -> str | None:
     """Train with the row's strategy on its hosts. Returns the last line of the error, or None."""
-    hosts = ",".join(f"{name}:1" for name in NAMES[: row["hosts"]])
     workload, *flags = MODELS[options.model]
-    words = ["launch/mpirun.sh", "-H", hosts, sys.executable, "-m", f"hvdtrain.{workload}", *flags]
+    words = ["launch/mpirun.sh", "-H", listed(row["hosts"]), sys.executable, "-m", f"hvdtrain.{workload}", *flags]
     words += ["--strategy", row["strategy"], "--epochs", "1", "--epoch-samples", str(BATCH * steps)]
     words += ["--run-dir", str(path), "--checkpoint-epochs", "0", "--evaluate-samples", "16", "--json"]
     words += ["--warmup-epochs", "0"]
-    done = subprocess.run(on_host(options.name, "a", words), cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(on_host(options.name, words), cwd=ROOT, capture_output=True, text=True, check=False)
     return (done.stderr.strip().splitlines() or ["no message"])[-1] if done.returncode else None
 
 
@@ -164,7 +141,7 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
         )
     cells = [(row["recorded_s"], *row["interval_s"]) for row in rows if "recorded_s" in row and row.get("interval_s")]
     inside = sum(low <= recorded_s <= high for recorded_s, low, high in cells)
-    lines.append(f"90 % intervals contain {inside} of {len(cells)} recorded times; goal: 85 to 95 %")
+    lines.append(f"90 % intervals contain {inside} of {len(cells)} recorded times")
     for key in ("rate", "hosts", "strategy", "model", "cores"):
         medians = found.groupby(key)["error_%"].apply(lambda each: each.abs().median())
         lines.append(f"median error by {key}: " + ", ".join(f"{k} {v:.1f}" for k, v in medians.items()))
@@ -209,54 +186,33 @@ def regrets(found: pd.DataFrame, choices: Sequence[dict[str, Any]]) -> list[str]
     return lines
 
 
-def parser() -> Parser:
-    top = Parser(description=__doc__)
-    top.add_argument("--rates", type=lambda text: text.split(","), default=["10mbit", "100mbit", "1gbit"])
-    top.add_argument("--hosts", type=numbers, default=[2, 3, 4])
-    top.add_argument("--strategy", action="append", metavar="S", help="only this one; give it again for more")
-    top.add_argument("--model", choices=MODELS, default="resnet")
-    top.add_argument("--cores", type=float, default=0.5, metavar="N", help="cores of each host (default: 0.5)")
-    top.add_argument("--repeats", type=int, default=1, metavar="N", help="runs of each cell (default: 1)")
-    top.add_argument("--root", type=Path, default=Path("results/bench-plan"), metavar="DIR")
-    top.add_argument("--name", default="tplan", help="name of the virtual cluster (default: tplan)")
-    top.add_argument("--report", type=Path, metavar="DIR", help="only print the errors of all cells below DIR")
-    return top
-
-
 def main(arguments: list[str]) -> int:
-    options = parser().parse_args(arguments)
+    rates, root = ["10mbit", "100mbit", "1gbit"], Path("results/bench-plan")
+    top = options_of(__doc__, "plan", rates=rates, hosts=[2, 3, 4], model="resnet", cores=0.5, repeats=1, out=root)
+    top.add_argument("--strategy", action="append", metavar="S", help="only this one; give it again for more")
+    top.add_argument("--report", type=Path, metavar="DIR", help="only print the errors of all cells below DIR")
+    options = top.parse_args(arguments)
+    known(top, [options.model], [*MODELS])
     if options.report:
         paths = sorted(options.report.glob("*/cells.json"))
         print(report([row for path in paths for row in json.loads(path.read_text())]))
         return 0
     options.strategy = options.strategy or list(learning.SHOWN)
-    options.root = options.root.resolve()
-    need_root("the benchmark's virtual cluster")
-    folder = options.root / records.utc_now().replace(":", "")
+    folder = options.out.resolve() / records.utc_now().replace(":", "")
     folder.mkdir(parents=True)
-    cluster("up", "--name", options.name, "--hosts", ",".join(NAMES), "--cpu-share", str(options.cores), "--slots", "1")
     rows = list[dict[str, Any]]()
-    try:
+    with hosts_up(options.name, len(HOSTS), options.cores, "--slots", "1"):
         cells = predictions_of(profiles(options, folder), options)
         content = json.dumps(cells, indent=1).encode()
         (folder / "predictions.json").write_bytes(content)
         print(f"predictions of {len(cells)} cells: SHA-256 {hashlib.sha256(content).hexdigest()}", flush=True)
         for rate in options.rates:
-            throttle(options.name, parse_rate(rate))
+            throttle(options.name, rate)
             for cell in (each for each in cells if each["rate"] == rate for _ in range(options.repeats)):
                 rows.append(run(options, cell, folder, len(rows)))
                 (folder / "cells.json").write_text(json.dumps(rows, indent=1))
-                last = rows[-1]
-                recorded = f"{last['recorded_s']:.3g} s recorded" if "recorded_s" in last else last["problem"]
-                where = f"{rate}, {cell['hosts']} hosts, {cell['strategy']}"
-                print(f"{where}: {cell['predicted_s']:.3g} s predicted, {recorded}", file=sys.stderr, flush=True)
+                say(rows[-1])
             rows += [chosen(options, rate, hosts, folder) for hosts in options.hosts if hosts > 1]
             (folder / "cells.json").write_text(json.dumps(rows, indent=1))
-    finally:
-        cluster("down", "--name", options.name)
     print(report(rows))
     return 0
-
-
-if __name__ == "__main__":
-    exits.end(main, sys.argv[1:])

@@ -1,13 +1,12 @@
-#!/usr/bin/env python3
-"""Measure steps over slow links: data parallelism, pipeline stages, and torch.distributed.pipelining.
+"""Steps over slow links: data parallelism, pipeline stages, and torch.distributed.pipelining.
 
     sudo make bench-stages BENCH_ARGS='--rates 10mbit --models resnet32 --rows plain-2,powersgd-2,stages2,torch2'
 
-Creates virtual hosts with half a core, throttles them to each rate and runs the rows in turn. Needs root. Runs are
-stored in --out. Runs that are stored already, or whose transfers would take longer than --most-s, are skipped, so the
-same command resumes. `step_over_ideal` is the time of a step divided by the slowest stage's computation / (1 - bubble).
-`perceptron` has weights of half of --memory-mb, the memory of a host (control groups v1). With gradients and momentum
-it needs 1.5 times that memory. `captioner` has one stage for images and one for words.
+Runs the rows in turn on virtual hosts with half a core. Runs are stored in --out. Runs that are stored already, or
+whose transfers would take longer than --most-s, are skipped, so the same command resumes. `step_over_ideal` is the
+time of a step divided by the slowest stage's computation / (1 - bubble). `perceptron` has weights of half of
+--memory-mb, the memory of a host (control groups v1). With gradients and momentum it needs 1.5 times that memory.
+`captioner` has one stage for images and one for words.
 """
 
 from __future__ import annotations
@@ -27,28 +26,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
+from bench import NAMES, ROOT, hosts_up, known, listed, on_host, options_of, say, show, throttle
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+from hvdtrain import strategies
+from hvdtrain.models import captioner, mlp, resnet
+from hvdtrain.models.layers import Layer, Shapes
+from hvdtrain.observe.timing import WARMUP_STEPS
+from hvdtrain.pipeline import partition
+from hvdtrain.pipeline.mesh import Mesh
+from hvdtrain.pipeline.schedule import NUMBER_BYTES
+from hvdtrain.strategies.cost import Layout
+from hvdtrain.system import exits, net
+from hvdtrain.system.exits import Failure
+from hvdtrain.system.rates import goodput_both_ways, parse_rate
 
-from bench_network import cluster, throttle  # noqa: E402
-
-from hvdtrain import strategies  # noqa: E402
-from hvdtrain.models import captioner, mlp, resnet  # noqa: E402
-from hvdtrain.models.layers import Layer, Shapes  # noqa: E402
-from hvdtrain.observe.timing import WARMUP_STEPS  # noqa: E402
-from hvdtrain.pipeline import partition  # noqa: E402
-from hvdtrain.pipeline.mesh import Mesh  # noqa: E402
-from hvdtrain.pipeline.schedule import NUMBER_BYTES  # noqa: E402
-from hvdtrain.strategies.cost import Layout  # noqa: E402
-from hvdtrain.system import exits, net  # noqa: E402
-from hvdtrain.system.arguments import Parser  # noqa: E402
-from hvdtrain.system.commands import need_root  # noqa: E402
-from hvdtrain.system.exits import Failure  # noqa: E402
-from hvdtrain.system.rates import goodput_both_ways, parse_rate, show_rate  # noqa: E402
-
-NAMES, MICRO = "abcd", 4
+MICRO = 4
 MOUNT = Path("/sys/fs/cgroup/memory")
 PLAIN = ["horovodrun", "--gloo", "--gloo-timeout-seconds", "1800"]
 ROWS: dict[str, tuple[int, list[str]]] = {
@@ -58,15 +50,9 @@ ROWS: dict[str, tuple[int, list[str]]] = {
     "powersgd-2": (2, ["--strategy", "powersgd:rank=4"]),
     "stages2": (2, ["--stages", "2"]),
     "torch2": (2, ["--stages", "2"]),
-    "powersgd-4": (4, ["--strategy", "powersgd:rank=4"]),
-    "stages4": (4, ["--stages", "4"]),
-    "torch4": (4, ["--stages", "4"]),
-    "stages2x2": (4, ["--stages", "2", "--strategy", "hierarchical"]),
     "stages2x2-powersgd": (4, ["--stages", "2", "--strategy", "powersgd:rank=4"]),
 }
 """Hosts and flags by name"""
-COLUMNS = ["rate_mbit", "model", "row", "none", "median_s", "least_s", "most_s", "network_s", "network_efficiency"]
-COLUMNS += ["bytes", "of_formula", "waiting", "bubble", "step_over_ideal", "rss_bytes"]
 MODELS = ("resnet32", "resnet128", "captioner", "perceptron", "small")
 
 
@@ -139,16 +125,16 @@ def payload(about: dict[str, Any], hosts: int, *, whole: bool) -> float:
 
 def run(words: Sequence[object], options: argparse.Namespace, timeout_s: float) -> subprocess.CompletedProcess[str]:
     """Run a command on the first host."""
-    inside = ["tools/cluster.sh", "exec", "--name", options.name, "a", "--", "timeout", "-k", "30", timeout_s, *words]
-    return subprocess.run([*map(str, inside)], cwd=ROOT, capture_output=True, text=True, check=False)
+    inside = on_host(options.name, ["timeout", "-k", "30", timeout_s, *words])
+    return subprocess.run(inside, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def measured(model: str, row: str, rate: int, turn: int, options: argparse.Namespace) -> dict[str, Any]:
+def measured(model: str, row: str, rate: str, turn: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return a run's results, from its folder if they are there; `none` is the reason why there are none."""
     hosts, flags = ROWS[row]
     if model == "captioner" and "--stages" in flags:
         flags = [*flags, "--cut-at", "lstm"]
-    folder = options.out / f"{show_rate(rate)}-{model}-{row}-{turn}"
+    folder = options.out / f"{rate}-{model}-{row}-{turn}"
     if (results := folder / "bench.json").exists():
         return dict(json.loads(results.read_text()))
     common = ["--framework", "torch", "--epochs", "1", "--checkpoint-epochs", "0", "--threads", "1"]
@@ -160,11 +146,10 @@ def measured(model: str, row: str, rate: int, turn: int, options: argparse.Names
     if is_torch:  # it does not evaluate
         about["data"] |= {"validation": 0, "test": 0}
     numbers: dict[str, Any] = formulas(about, hosts)
-    if numbers["formula_bytes"] * about["plan"]["steps"] * 8 / goodput_both_ways(rate) > options.most_s:
+    if numbers["formula_bytes"] * about["plan"]["steps"] * 8 / goodput_both_ways(parse_rate(rate)) > options.most_s:
         return numbers | {"none": "not run"}
-    listed = ",".join(f"{host}:1" for host in NAMES[:hosts])
     starter = [*PLAIN, "-np", hosts] if row == "plain-2" else ["launch/mpirun.sh", "--quiet"]
-    starter += ["-H", listed, sys.executable, "tools/bench_stages.py"]
+    starter += ["-H", listed(hosts), sys.executable, "tools/bench.py", "stages"]
     starter += ["--within", options.name] if model == "perceptron" else []
     what = ["--torch", json.dumps(about)] if is_torch else ["--run", *program, "--run-dir", folder]
     shutil.rmtree(folder, ignore_errors=True)  # an unfinished run
@@ -264,11 +249,11 @@ def group(name: str, host: str) -> Path:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def combined(model: str, row: str, rate: int, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def combined(model: str, row: str, rate: str, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Combine the results of all rounds to one row of the table."""
     flags, steps_s = ROWS[row][1], [second for each in results for second in each.get("steps_s", ())]
-    line: dict[str, Any] = {"rate_mbit": rate / 1e6, "model": model, "row": row, **results[-1]}
-    line |= {"network_s": line["step_bytes"] * 8 / goodput_both_ways(rate), "bubble": None}
+    line: dict[str, Any] = {"rate": rate, "model": model, "row": row, **results[-1], "bubble": None}
+    line["network_s"] = line["step_bytes"] * 8 / goodput_both_ways(parse_rate(rate))
     if "--stages" in flags:
         line["bubble"] = partition.bubble(int(flags[flags.index("--stages") + 1]), MICRO)
         if "busiest" in line:
@@ -277,75 +262,19 @@ def combined(model: str, row: str, rate: int, results: Sequence[dict[str, Any]])
         line |= {"median_s": statistics.median(steps_s), "least_s": min(steps_s), "most_s": max(steps_s)}
         ratios = (each["bytes"] / (each["formula_bytes"] or math.inf) for each in results if "bytes" in each)
         line["of_formula"] = max(ratios)
-    return line
+        line["network_efficiency"] = line["network_s"] / line["median_s"]
+    return {name: each for name, each in line.items() if name not in ("steps_s", "busiest")}
 
 
-def show(rows: Sequence[dict[str, Any]]) -> None:
-    table = pd.DataFrame(rows)
-    if "median_s" in table:
-        table["network_efficiency"] = table.network_s / table.median_s
-    columns = [name for name in COLUMNS if name in table]
-    print(table[columns].to_string(index=False, na_rep="-", float_format="{:.3g}".format))
-
-
-def parsed(arguments: list[str]) -> argparse.Namespace:
-    top = Parser(description=__doc__)
-
-    def words(text: str) -> list[str]:
-        return text.split(",")
-
-    top.add_argument("--rates", type=words, default=["10mbit", "100mbit", "1000mbit"])
+def main(arguments: list[str]) -> int:
     limited = MOUNT.is_dir()
-    top.add_argument(
-        "--models", type=words, default=list(MODELS[: 3 + limited]), help=f"models, of {', '.join(MODELS)}"
-    )
-    top.add_argument("--rows", type=words, default=list(ROWS), help=f"from {', '.join(ROWS)}")
-    top.add_argument("--rounds", type=int, default=2, help="rounds of all rows (default: 2)")
-    top.add_argument("--steps", type=int, default=8, help="steps of a run, except for perceptron (default: 8)")
-    top.add_argument("--memory-mb", type=int, default=3000, help="memory of a host, for perceptron (default: 3000)")
-    top.add_argument("--most-s", type=float, default=600, help="longest transfer time of a run (default: 600)")
-    top.add_argument("--name", default="sbench", help="name of the virtual cluster (default: sbench)")
-    top.add_argument("--out", type=Path, default=ROOT / "results" / "stages", help="folder of the runs")
-    top.add_argument("--json", action="store_true", help="one JSON document instead of the table")
+    defaults: dict[str, Any] = {"rates": ["10mbit", "100mbit", "1gbit"], "models": list(MODELS[: 3 + limited])}
+    defaults |= {"rows": list(ROWS), "rounds": 2, "steps": 8, "memory_mb": 3000, "most_s": 600.0}
+    top = options_of(__doc__, "stages", **defaults, out=ROOT / "results" / "stages")
     top.add_argument("--within", help=argparse.SUPPRESS)
     top.add_argument("--torch", help=argparse.SUPPRESS)
     top.add_argument("--run", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = top.parse_args(arguments)
-    if unknown := {*options.models, *options.rows} - {*MODELS, *ROWS}:
-        top.error(f"unknown model or row: {', '.join(sorted(unknown))}")
-    if "perceptron" in options.models and not limited:
-        top.error(f"--models perceptron needs control groups v1 in {MOUNT}; hint: leave it out")
-    return options
-
-
-def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure all rows. Raises Failure."""
-    results: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
-    hosts = NAMES[: max(ROWS[row][0] for row in options.rows)]
-    cluster("up", "--name", options.name, "--hosts", ",".join(hosts), "--cpu-share", "0.5")
-    groups = [group(options.name, host) for host in hosts] if "perceptron" in options.models else []
-    try:
-        for each in groups:
-            each.mkdir()
-            (each / "memory.limit_in_bytes").write_text(str(options.memory_mb * 1_000_000))
-        for rate in map(parse_rate, options.rates):
-            throttle(options.name, rate)
-            for turn, model, row in itertools.product(range(options.rounds), options.models, options.rows):
-                if model == "captioner" and (ROWS[row][0] > 2 or row.startswith("torch")):
-                    continue
-                one = measured(model, row, rate, turn, options)
-                results.setdefault((model, row, rate), []).append(one)
-                words = f"{statistics.median(one['steps_s']):.3f} s per step" if "steps_s" in one else one["none"]
-                print(f"{show_rate(rate)}, {model}, {row}, round {turn + 1}: {words}", file=sys.stderr, flush=True)
-    finally:
-        cluster("down", "--name", options.name)
-        for each in groups:
-            each.rmdir()
-    return [combined(*key, each) for key, each in results.items()]
-
-
-def main(arguments: list[str]) -> int:
-    options = parsed(arguments)
     if options.within:
         (group(options.within, socket.gethostname()) / "cgroup.procs").write_text("0")
     if options.torch:
@@ -353,11 +282,29 @@ def main(arguments: list[str]) -> int:
         return exits.OK
     if options.run:
         os.execvp(options.run[0], options.run)
-    need_root("the benchmark's virtual cluster")
-    rows = bench(options)
-    print(json.dumps({"schema": "hvdtrain/bench-stages/1", "rows": rows})) if options.json else show(rows)
-    return exits.OK
-
-
-if __name__ == "__main__":
-    exits.end(main, sys.argv[1:])
+    known(top, options.models, MODELS)
+    known(top, options.rows, list(ROWS))
+    if "perceptron" in options.models and not limited:
+        top.error(f"--models perceptron needs control groups v1 in {MOUNT}; hint: leave it out")
+    results: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    count = max(ROWS[row][0] for row in options.rows)
+    groups = [group(options.name, host) for host in NAMES[:count]] if "perceptron" in options.models else []
+    with hosts_up(options.name, count, 0.5):
+        try:
+            for each in groups:
+                each.mkdir()
+                (each / "memory.limit_in_bytes").write_text(str(options.memory_mb * 1_000_000))
+            for rate in options.rates:
+                throttle(options.name, rate)
+                for turn, model, row in itertools.product(range(options.rounds), options.models, options.rows):
+                    if model != "captioner" or not (ROWS[row][0] > 2 or row.startswith("torch")):
+                        one = measured(model, row, rate, turn, options)
+                        results.setdefault((model, row, rate), []).append(one)
+                        words = (
+                            f"{statistics.median(one['steps_s']):.3f} s per step" if "steps_s" in one else one["none"]
+                        )
+                        say(f"{rate}, {model}, {row}, round {turn + 1}: {words}")
+        finally:
+            for each in groups:
+                each.rmdir()
+    return show(options, [combined(*key, each) for key, each in results.items()])

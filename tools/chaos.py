@@ -35,20 +35,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from bench_network import cluster  # noqa: E402
-from chaos_faults import BATCH, ENDS, KINDS, LIMIT_S, NAMES, RETURNS, TRAIN, UNLIMITED, Case, Lab, Run, drawn, send  # noqa: E402
+from bench import UNLIMITED, cluster, known, listed, options_of, say, show  # noqa: E402
+from chaos_faults import BATCH, ENDS, KINDS, LIMIT_S, NAMES, RETURNS, TRAIN, Case, Lab, Run, drawn, send  # noqa: E402
 
 from hvdtrain.observe.timing import WARMUP_STEPS  # noqa: E402
 from hvdtrain.system import exits  # noqa: E402
-from hvdtrain.system.arguments import Parser  # noqa: E402
 from hvdtrain.system.commands import as_calling_user, need_root  # noqa: E402
 from hvdtrain.system.exits import Failure  # noqa: E402
-from hvdtrain.system.rates import parse_rate, show_rate  # noqa: E402
 
 FIRST_S = 5.0
 """A lost host is not started again earlier than this"""
@@ -164,7 +160,7 @@ def chaos(options: argparse.Namespace, lab: Callable[[], Lab]) -> list[dict[str,
         )
         words = "; ".join(problems) or ("finished" if finished else "ended as documented")
         words += "" if seconds is None else f", the others continued after {seconds:.1f} s"
-        print(f"{number + 1} of {options.faults}, {case}: {words}", file=sys.stderr, flush=True)
+        say(f"{number + 1} of {options.faults}, {case}: {words}")
     return rows
 
 
@@ -185,9 +181,7 @@ def by_kind(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def cost(options: argparse.Namespace, lab: Lab) -> list[dict[str, Any]]:
     """Compare steps with and without --elastic in turn, and count the bytes of an elastic job that does nothing."""
-    hosts, rows = ",".join(f"{name}:1" for name in NAMES), []
-    with as_calling_user():
-        options.out.mkdir(parents=True, exist_ok=True)
+    hosts, rows = listed(len(NAMES)), []
     for rate in options.rates:
         lab.set_rate(rate)
         medians: dict[str, list[float]] = {"plain": [], "elastic": []}
@@ -203,7 +197,7 @@ def cost(options: argparse.Namespace, lab: Lab) -> list[dict[str, Any]]:
             steps = [each for each in read(folder / "metrics" / "rank0000.jsonl") if each["type"] == "step"]
             seconds = [each["data_s"] + each["compute_s"] + each["communication_s"] for each in steps[WARMUP_STEPS:]]
             medians[how].append(statistics.median(seconds))
-            print(f"{rate}, run {turn + 1}, {how}: {1000 * medians[how][-1]:.1f} ms", file=sys.stderr, flush=True)
+            say(f"{rate}, run {turn + 1}, {how}: {1000 * medians[how][-1]:.1f} ms")
         ratios = sorted(new / old for old, new in zip(medians["plain"], medians["elastic"], strict=True))
         row = {f"{how}_s": statistics.median(each) for how, each in medians.items()}
         row |= {"ratio": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]}
@@ -230,9 +224,7 @@ def heartbeats_bit_s(lab: Lab, hosts: str, folder: Path) -> float:
 
 def repeatedly(options: argparse.Namespace, lab: Lab) -> list[dict[str, Any]]:
     """Kill the ranks of one host after the other in one training per rate. Each host comes back."""
-    hosts, rows = ",".join(f"{name}:1" for name in NAMES), []
-    with as_calling_user():
-        options.out.mkdir(parents=True, exist_ok=True)
+    hosts, rows = listed(len(NAMES)), []
     for rate in options.rates:
         lab.set_rate(rate)
         folder = options.out / f"every-{options.every:g}-{rate}-{options.seed}"
@@ -324,36 +316,19 @@ def first(steps: Sequence[float]) -> list[float]:
 # --- options and results ----------------------------------------------------------------------------------------------
 
 
-def parsed(arguments: list[str]) -> argparse.Namespace:
-    top = Parser(description=__doc__)
-
-    def words(text: str) -> list[str]:
-        return text.split(",")
-
-    top.add_argument("--faults", type=int, default=20, help="runs, with the seeds from --seed on (default: 20)")
-    top.add_argument("--seed", type=int, default=1, help="seed of the first run (default: 1)")
-    top.add_argument("--rates", type=words, default=["10mbit", "100mbit", UNLIMITED], help="rates to choose from")
-    top.add_argument("--kinds", type=words, default=list(KINDS), help=f"kinds of faults, of {', '.join(KINDS)}")
+def main(arguments: list[str]) -> int:
+    defaults: dict[str, Any] = {"rates": ["10mbit", "100mbit", UNLIMITED], "kinds": [*KINDS], "faults": 20, "seed": 1}
+    top = options_of(__doc__, "chaos", **defaults, rounds=3, strategy="powersgd", out=ROOT / "results" / "chaos")
     top.add_argument("--cost", action="store_true", help="measure the cost of --elastic without faults")
-    top.add_argument("--rounds", type=int, default=3, help="for --cost: runs of each kind (default: 3)")
     top.add_argument("--every", type=float, metavar="S", help="one training that loses a host every S seconds")
-    top.add_argument("--strategy", default="powersgd", help="for --every (default: powersgd)")
-    top.add_argument("--name", default="chaos", help="name of the virtual cluster (default: chaos)")
-    top.add_argument("--out", type=Path, default=ROOT / "results" / "chaos", help="folder of the runs")
-    top.add_argument("--json", action="store_true", help="one JSON document instead of the table")
     options = top.parse_args(arguments)
-    options.rates = [rate if rate == UNLIMITED else show_rate(parse_rate(rate)) for rate in options.rates]
+    known(top, options.kinds, [*KINDS])
     options.out = options.out.resolve()
     if options.every is not None and options.every < 30:
         top.error(f"--every {options.every:g}: a lost host may need 30 s to come back; hint: give 30 or more")
-    if unknown := {*options.kinds} - KINDS.keys():
-        top.error(f"--kinds: unknown {', '.join(sorted(unknown))}; hint: choose from {', '.join(KINDS)}")
-    return options
-
-
-def main(arguments: list[str]) -> int:
-    options = parsed(arguments)
     need_root("the virtual cluster")
+    with as_calling_user():  # who the ranks are
+        options.out.mkdir(parents=True, exist_ok=True)
     share = 0.8 * (os.cpu_count() or 1) / len(NAMES) if options.every else None
     lab = functools.cache(lambda: Lab(options.name, share))  # stored runs need none
     rows: list[dict[str, Any]] = []
@@ -364,16 +339,12 @@ def main(arguments: list[str]) -> int:
             shown = cost(options, lab()) if options.cost else by_kind(rows := chaos(options, lab))
     finally:
         cluster("down", "--name", options.name)
-    if options.json:
-        what = "repeated" if options.every else "cost" if options.cost else "faults"
-        print(json.dumps({"schema": "hvdtrain/chaos/1", what: shown, "runs": rows}))
-    else:
-        print(pd.DataFrame(shown).to_string(index=False, na_rep="-", float_format="{:.3g}".format))
+    show(options, rows if options.json and rows else shown)
     chosen = f"--rates {','.join(options.rates)} --kinds {','.join(options.kinds)}"
     failed = [row for row in rows if row["problems"]]
     for row in failed:
         again = f"make chaos CHAOS_ARGS='--faults 1 --seed {row['seed']} {chosen} --out DIR'"
-        print(f"chaos: {row['case']}: {'; '.join(row['problems'])}; hint: repeat it: {again}", file=sys.stderr)
+        say(f"chaos: {row['case']}: {'; '.join(row['problems'])}; hint: repeat it: {again}")
     return exits.FAILED if failed else exits.OK
 
 

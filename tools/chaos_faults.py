@@ -19,15 +19,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from bench_network import cluster  # noqa: E402
+from bench import UNLIMITED, cluster, on_host, throttle  # noqa: E402
 
 from hvdtrain.lab import virtual  # noqa: E402
-from hvdtrain.sweep.process import run_uninterrupted  # noqa: E402
 from hvdtrain.system import proc  # noqa: E402
 from hvdtrain.system.commands import run  # noqa: E402
 from hvdtrain.system.rates import parse_rate, show_rate  # noqa: E402
 
-NAMES, BATCH, UNLIMITED = "abcd", 48, "unlimited"
+NAMES, BATCH = "abcd", 48
 STRATEGIES = ("powersgd", "hierarchical", "local-sgd:every=2,staleness=1+powersgd:rank=4")
 TRAIN = ["-m", "hvdtrain.resnet", "--image-size", "8", "--width", "0.125", "--threads", "1"]
 NOWHERE = "02:00:00:00:00:01"
@@ -40,7 +39,7 @@ HELD_S = 0.5
 """A fault is undone this long after the others have continued, while they still train"""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Case:
     """What happens in one run."""
 
@@ -109,18 +108,8 @@ def drawn(seed: int, rates: Sequence[str], kinds: Sequence[str]) -> Case:
         "checkpoint": ["--checkpoint-steps", "1"],
         "disk": ["--checkpoint-steps", str(step + 1), "--checkpoint-epochs", "0"],
     }.get(kind, [])
-    return Case(
-        seed=seed,
-        kind=kind,
-        rate=rate,
-        strategy=strategy,
-        framework=framework,
-        launcher=launcher,
-        victims=victims,
-        step=step,
-        samples=samples,
-        flags=[*flags, "--check-replicas", "1"],
-    )
+    flags += ["--check-replicas", "1"]
+    return Case(seed, kind, rate, strategy, framework, launcher, victims, step, samples, flags)
 
 
 # --- the hosts --------------------------------------------------------------------------------------------------------
@@ -157,8 +146,7 @@ class Lab:
     def set_rate(self, rate: str, host: str | None = None) -> None:
         """Set the rate of all links, or of one host's."""
         if host or rate != self._rate:
-            words = ["clear" if rate == UNLIMITED else rate, "--name", self._name, *(["--host", host] if host else [])]
-            run_uninterrupted([f"{ROOT}/tools/throttle.sh", *words], os.environ)
+            throttle(self._name, rate, host or "")
         self._rate = "" if host else rate
 
     def set_link(self, host: str, state: str) -> None:
@@ -199,9 +187,9 @@ class Lab:
 
     def start(self, host: str, *words: str, output: Path) -> subprocess.Popen[bytes]:
         """Start a launcher on a host."""
-        inside = [f"{ROOT}/tools/cluster.sh", "exec", "--name", self._name, host, "--", "launch/mpirun.sh", "--quiet"]
+        command = on_host(self._name, ["launch/mpirun.sh", "--quiet", *words], host)
         with output.open("w") as stream:
-            return subprocess.Popen([*inside, *words], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream)
+            return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream)
 
 
 def send(pids: Iterable[int], number: signal.Signals) -> None:

@@ -1,7 +1,7 @@
 """Choose settings of Horovod and Open MPI that suit a link, each with its reason.
 
 The defaults of Horovod and Open MPI suit fast networks. At 10 to 1000 Mbit/s, four of them cost most time. All four can
-be changed from outside (measured with tools/bench_network.py; see docs/project/decisions.md):
+be changed from outside (measured with `make bench-network`; see docs/project/decisions.md):
 
 - Open MPI's TCP sends a large message as one "put". The other side's request for its own put waits behind it, so the
   two directions of the link take turns, and most algorithms reach at most two thirds of the bandwidth. If messages are

@@ -1,4 +1,4 @@
-"""A script that somebody may have, for `bench_trainers.py`: a small GPT, trained in full or by LoRA, by transformers'
+"""A script that somebody may have, for `make bench-trainers`: a small GPT, trained in full or by LoRA, by transformers'
 Trainer, or by Accelerate with DistributedDataParallel's PowerSGD hook or with LocalSGD. It has no line of hvdtrain.
 
 Each rank prints PARAMETERS and their number, after each step STEP, a time and a number, and LOSS at the end.

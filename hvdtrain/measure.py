@@ -28,7 +28,7 @@ examples:
   hvdtrain measure -H a:1,b:1 -o measured.json
   hvdtrain results measured measured.json
 """
-PRESETS = ("hierarchical", "int4", "local-sgd:every=8+int8")
+PRESETS = ("exact", "balanced", "fast")
 MODEL = ["--framework", "torch", "--width", "0.25", "--image-size", "32", "--seed", "1"]
 RANK_BATCH, SAMPLES = 32, 1437
 """Samples per rank on all hosts, and those of the digits that come with hvdtrain"""
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
         return _asked(["results", "export", str(root / name), "--to", "json"])["rows"][0]
 
     first = slots[0]
-    alone = trained(f"{first.host}:1", "hierarchical", "one-host", planned["one_host"]["step_s"])
+    alone = trained(f"{first.host}:1", "exact", "one-host", planned["one_host"]["step_s"])
     runs = [
         trained(options.hosts, preset, preset, each["step_s"])
         for preset, each in zip(PRESETS, predictions, strict=True)

@@ -144,7 +144,7 @@ def test_any_layout_and_order_of_memory() -> None:
 def test_both_frameworks_make_equal_steps(name: str) -> None:
     from hvdtrain.frameworks.pytorch import _optimizer
 
-    config = TrainConfig(optimizer=name, nesterov=name == "sgd", weight_decay=0.1, lr=0.1)  # type: ignore[arg-type]
+    config = TrainConfig(optimizer=name, weight_decay=0.1, lr=0.1)  # type: ignore[arg-type]
     begun = {key: drawn(*shape, seed=9).float().numpy() for key, shape in ARRAYS.items()}
     one, other = Named(ARRAYS, {}), Held(ARRAYS, tf.float32, None)
     load(one, begun)
@@ -226,8 +226,5 @@ def test_options_of_optimizers_and_schedules() -> None:
     plan = here("resnet", "--dry-run", "--optimizer", "adamw", "--warmup-epochs", "0.25", "--schedule", "linear")
     assert plan["config"]["optimizer"] == "adam", "one name in records"
     assert plan["plan"]["warmup_steps"] == round(plan["plan"]["steps_per_epoch"] / 4)
-    for flags in (["--optimizer", "adamw"], ["--momentum", "0"]):
-        with failing(78, "--nesterov cannot be combined with "):
-            here("resnet", "--dry-run", "--nesterov", *flags)
-    with failing(78, "--nesterov: its servers only make plain SGD steps"):
-        here("resnet", "--dry-run", "--nesterov", "--strategy", "async-ps")
+    with failing(78, "--optimizer muon: its servers only make plain SGD steps"):
+        here("resnet", "--dry-run", "--optimizer", "muon", "--strategy", "async-ps")

@@ -69,10 +69,6 @@ class Optimization:
     matrices and convolutions is orthogonalised; vectors and embeddings use SGD with Nesterov momentum."""
     momentum: float = bounded(0.9, least=0, below=1)
     """Momentum of SGD and Muon"""
-    nesterov: bool = False
-    """Nesterov momentum in SGD
-
-    Muon always uses it."""
     weight_decay: float = bounded(0.0, least=0)
     """L2 penalty
 
@@ -264,9 +260,6 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
             raise Failure(message, exits.BAD_CONFIG)
         if self.optimizer == "adamw":  # records have the older name
             object.__setattr__(self, "optimizer", "adam")
-        if self.nesterov and (self.optimizer == "adam" or not self.momentum):
-            lacking = f"--optimizer {self.optimizer}" if self.optimizer == "adam" else "--momentum 0"
-            raise Failure(f"--nesterov cannot be combined with {lacking}; hint: leave it out", exits.BAD_CONFIG)
         if self.batch_size and self.global_batch_size:
             raise Failure(
                 "--batch-size cannot be combined with --global-batch-size; hint: give one of them", exits.BAD_CONFIG

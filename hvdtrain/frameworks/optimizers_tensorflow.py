@@ -19,7 +19,7 @@ class SGD:
 
     def __init__(self, weights: dict[str, tf.Variable], config: TrainConfig) -> None:
         self._momentum, self._decay = config.momentum, config.weight_decay
-        self._nesterov = config.nesterov or config.optimizer == "muon"
+        self._nesterov = config.optimizer == "muon"
         self.slots = {f"momentum.{name}": _zeros(weight) for name, weight in weights.items()}
 
     def update(self, weights: dict[str, tf.Variable], gradients: list[tf.Tensor], lr: tf.Tensor) -> None:

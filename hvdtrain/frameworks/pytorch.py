@@ -320,7 +320,7 @@ def _optimizer(trained: list[tuple[str, torch.nn.Parameter]], config: TrainConfi
     common: Any = {"weight_decay": config.weight_decay, "fused": config.precision != "fp16"}
     if config.optimizer == "adam":
         return _eager(torch.optim.AdamW)(parameters, config.lr, **common)
-    return _eager(torch.optim.SGD)(parameters, config.lr, momentum=config.momentum, nesterov=config.nesterov, **common)
+    return _eager(torch.optim.SGD)(parameters, config.lr, momentum=config.momentum, **common)
 
 
 def _eager(optimizer: type[torch.optim.Optimizer]) -> Any:

@@ -149,7 +149,7 @@ def measured(
 def pilot_key(job: Connected) -> dict[str, Any]:
     """Return what a pilot's result depends on besides the times."""
     config, small = job.run.config, job.run.plan.global_batch
-    names = "lr lr_scaling warmup_epochs schedule epochs epoch_samples momentum nesterov weight_decay"
+    names = "lr lr_scaling warmup_epochs schedule epochs epoch_samples momentum weight_decay"
     large = min(pilot.LARGER * small, len(job.dataset.train))
     return {"batches": [small, large], **{name: getattr(config, name, None) for name in names.split()}}
 

@@ -88,11 +88,10 @@ class AsyncPS(Strategy):
 
     @classmethod
     def check(cls, settings: Any, config: TrainConfig) -> None:
-        if config.optimizer != "sgd" or config.nesterov:
-            other = "--nesterov" if config.nesterov else f"--optimizer {config.optimizer}"
+        if config.optimizer != "sgd":
             raise Failure(
-                f"{other}: its servers only make plain SGD steps; hint: --optimizer sgd with an --lr for it, or "
-                "another strategy",
+                f"--optimizer {config.optimizer}: its servers only make plain SGD steps; hint: --optimizer sgd with "
+                "an --lr for it, or another strategy",
                 exits.BAD_CONFIG,
             )
 

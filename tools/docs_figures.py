@@ -148,9 +148,7 @@ def curves(
 
 
 def bandwidth() -> Figure:
-    found = [
-        (row[0], float(row[1]), numbers(row[3])[0]) for row in rows("benchmarks/strategies.md", "rate (Mbit/s)")
-    ]
+    found = [(row[0], float(row[1]), numbers(row[3])[0]) for row in rows("benchmarks/strategies.md", "rate (Mbit/s)")]
     drawn = {}
     for rate, name in (("10", "10 Mbit/s"), ("100", "100 Mbit/s"), ("1000", "1 Gbit/s")):
         points = [(hosts, seconds) for other, hosts, seconds in found if other in ("-", rate)]

@@ -148,7 +148,7 @@ def run(options: argparse.Namespace) -> int:
         scores.check_target(loaded.runs, value)
     match options.command:
         case "plot":
-            figures.save(figures.draw(options.kind, loaded, figures.Options(count=options.count)), options.output)
+            figures.save(figures.draw(options.kind, loaded, options.count), options.output)
         case "report":
             from hvdtrain.results.report import document  # loads Jinja2 and matplotlib
 

@@ -1,9 +1,9 @@
-"""Mean, median, range and 95 % interval of repeated measurements, and of ratios and differences of two means.
+"""Mean, median, range and 95 % interval of repeated measurements, and of ratios of two means.
 
 The interval of a mean is Student's: mean +- t(0.975; n - 1) s / sqrt(n), where s is the sample's standard deviation. It
-assumes independent and roughly normal runs, and needs at least two. Ratios and differences use Welch's standard error
-and degrees of freedom (Welch, 1947), so the two sides may differ in spread and in number. The interval of a ratio
-is computed on the difference of logarithms (delta method).
+assumes independent and roughly normal runs, and needs at least two. Ratios use Welch's standard error and degrees
+of freedom (Welch, 1947), so the two sides may differ in spread and in number. Their interval is computed on the
+difference of logarithms (delta method).
 """
 
 from __future__ import annotations
@@ -91,15 +91,6 @@ def _on_logarithms(
         return Interval(mean)
     half = _half_width([(a.sd / a.mean) ** 2 / a.n, (b.sd / b.mean) ** 2 / b.n], [a.n, b.n])
     return Interval(mean, mean * math.exp(-half), mean * math.exp(half))
-
-
-def difference(a: Statistic, b: Statistic) -> Interval:
-    """a.mean - b.mean."""
-    mean = a.mean - b.mean
-    if a.sd is None or b.sd is None:
-        return Interval(mean)
-    half = _half_width([a.sd**2 / a.n, b.sd**2 / b.n], [a.n, b.n])
-    return Interval(mean, mean - half, mean + half)
 
 
 def p_value(a: Statistic, b: Statistic) -> float | None:

@@ -6,7 +6,6 @@ file, to the byte.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -21,12 +20,6 @@ if TYPE_CHECKING:
 FORMATS = ("svg", "png", "pdf")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    count: Literal["hosts", "ranks"] = "hosts"
-    """The horizontal axis of `time`"""
-
-
 # Figure -> description, and the function of panels.py that draws it.
 KINDS = {
     "time": ("training time over hosts, one curve per rate (as in Lucero, 2022)", "time"),
@@ -34,14 +27,17 @@ KINDS = {
 }
 
 
-def draw(kind: str, loaded: Loaded, options: Options | None = None) -> Figure:
-    """The figure `kind`. Raises Failure (2) for an unknown name, Failure (65) if data are missing."""
+def draw(kind: str, loaded: Loaded, count: Literal["hosts", "ranks"] = "hosts") -> Figure:
+    """The figure `kind`. `count` is the horizontal axis of `time`.
+
+    Raises Failure (2) for an unknown name, Failure (65) if data are missing.
+    """
     if kind not in KINDS:
         raise Failure(f"figure {kind!r} does not exist; known: {', '.join(KINDS)}", exits.USAGE)
     from hvdtrain.results.figures import panels, style
 
     with style.settings():
-        figure: Figure = getattr(panels, KINDS[kind][1])(loaded, options or Options())
+        figure: Figure = getattr(panels, KINDS[kind][1])(loaded, count)
     return figure
 
 

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from hvdtrain.results import groups, scaling, scores
 from hvdtrain.results.comparability import Count, many
-from hvdtrain.results.figures import Options, style
+from hvdtrain.results.figures import style
 from hvdtrain.results.groups import Group
 from hvdtrain.results.read import frame
 from hvdtrain.results.read.frame import Loaded
@@ -82,9 +82,9 @@ def curves(loaded: Loaded, count: Count, missing: str) -> dict[str, list[list[Ro
     return _by_title(drawable, (points[-1].group for points in drawable), curve_settings(drawable, count))
 
 
-def time(loaded: Loaded, options: Options) -> Figure:
+def time(loaded: Loaded, count: Count) -> Figure:
     """Seconds of the training phase over hosts, a curve for each rate. Raises Failure (65) without times."""
-    drawn = curves(loaded, options.count, "no times: needs complete timing runs that are not marked")
+    drawn = curves(loaded, count, "no times: needs complete timing runs that are not marked")
     points = [row for panel in drawn.values() for rows in panel for row in rows]
     counts, means = sorted({int(row.count) for row in points}), [row.train_s.mean for row in points if row.train_s]
     looks = Looks(loaded)
@@ -98,9 +98,9 @@ def time(loaded: Loaded, options: Options) -> Figure:
             axis.errorbar(place, [one.mean for one in values], style.bars(values), label=label, **look)
             for row, one in zip(rows, values, strict=True):
                 axis.plot(row.count, one.mean, color=look["color"], **looks.marker(row.group.key["hosts"]))
-        axis.set(xlabel=options.count, xticks=counts, xlim=(counts[0] - 0.25, counts[-1] + 0.25))
+        axis.set(xlabel=count, xticks=counts, xlim=(counts[0] - 0.25, counts[-1] + 0.25))
         style.title(axis, title)
-    if options.count == "ranks":
+    if count == "ranks":
         looks.legend(axes[0], (row.group.key["hosts"] for row in points))
     for axis in axes:
         if max(means) > style.WIDE * min(means) > 0:
@@ -129,7 +129,7 @@ def split(loaded: Loaded, column: str, missing: str) -> dict[str, list[Group]]:
     return _by_title(experiments, experiments, settings_of(experiments, ["global_batch"] if weak else []))
 
 
-def accuracy(loaded: Loaded, _: Options) -> Figure:
+def accuracy(loaded: Loaded, _: Count) -> Figure:
     """The primary metric of validation over time; curves are means over the repeats, bands their spread.
 
     Raises Failure (65) if no run has validated.

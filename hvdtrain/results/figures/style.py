@@ -78,12 +78,12 @@ def bars(values: Sequence[Any]) -> list[list[float]]:
     return [below, [high - one.mean for one, (_, high) in zip(values, spans, strict=True)]]
 
 
-def grid(panels: int, *, columns: int = 2, height_in: float = 2.5, **shared: Any) -> tuple[Figure, list[Any]]:
-    """A figure with `panels` axes, at most `columns` next to each other, and its axes in reading order."""
-    across = min(panels, columns)
+def grid(panels: int, **shared: Any) -> tuple[Figure, list[Any]]:
+    """A figure with `panels` axes, at most two next to each other, and its axes in reading order."""
+    across = min(panels, 2)
     rows = -(-panels // across)
     width = WIDTH_IN if across > 1 else 0.7 * WIDTH_IN
-    figure = Figure((width, height_in * rows + 0.75), layout="constrained")
+    figure = Figure((width, 2.5 * rows + 0.75), layout="constrained")
     axes = figure.subplots(rows, across, squeeze=False, **shared)
     flat = list(axes.flat)
     for spare in flat[panels:]:

@@ -20,6 +20,7 @@ from markupsafe import Markup
 from hvdtrain import records
 from hvdtrain.results import export, figures, groups, scores
 from hvdtrain.results.columns import Column
+from hvdtrain.results.comparability import Count
 from hvdtrain.results.figures import style
 from hvdtrain.results.read import frame
 from hvdtrain.results.read.frame import Loaded
@@ -61,7 +62,7 @@ def page(loaded: Loaded, target: float = 0.95) -> str:
     """The page as an HTML document. Control characters of text from records are shown as escapes."""
     runs, usable = loaded.runs, groups.usable(loaded.runs)
     shown = [one for one in tables(loaded, target) if one.rows] if not usable.empty else []
-    drawn, missing = _figures(loaded, figures.Options(count=what_varies(groups.by(usable))))
+    drawn, missing = _figures(loaded, what_varies(groups.by(usable)))
     states, days = runs["state"].value_counts(), sorted({str(utc)[:10] for utc in runs["started_utc"].dropna()})
     notes = Counter(note for one in shown for note in one.notes)
     environment = jinja2.Environment(
@@ -98,13 +99,13 @@ def page(loaded: Loaded, target: float = 0.95) -> str:
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
-def _figures(loaded: Loaded, options: figures.Options) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
+def _figures(loaded: Loaded, count: Count) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
     """The figures that have data, and why the others have none."""
     drawn, missing = [], []
     for kind, words in CAPTIONS.items():
-        heading, caption = (each.replace("hosts", options.count) if kind == "time" else each for each in words)
+        heading, caption = (each.replace("hosts", count) if kind == "time" else each for each in words)
         try:
-            svg = _inline_svg(style.encode(figures.draw(kind, loaded, options), "svg", letters="none").decode(), kind)
+            svg = _inline_svg(style.encode(figures.draw(kind, loaded, count), "svg", letters="none").decode(), kind)
         except Failure as failure:
             missing.append((heading, str(failure)))
             continue

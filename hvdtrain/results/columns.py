@@ -31,14 +31,17 @@ class Column:
     base: str = ""
     """The base unit; empty for counts, shares and text"""
     meaning: str = ""
+    source: str = ""
+    """The documents of a run that have the value under the same name; the last one counts. Known are manifest, config,
+    plan, model, experiment and summary. Empty: `read.run` computes the value"""
 
     @property
     def heading(self) -> str:
         return f"{self.label} ({self.unit})" if self.unit else self.label
 
 
-def _text(meaning: str, label: str = "") -> Column:
-    return Column("", label, meaning=meaning)
+def _text(meaning: str, label: str = "", source: str = "") -> Column:
+    return Column("", label, meaning=meaning, source=source)
 
 
 def _number(meaning: str, base: str = "", heading: str = "", **printed: Any) -> Column:
@@ -53,8 +56,8 @@ def _figure(meaning: str, base: str, heading: str, **printed: Any) -> Column:
     return _number(meaning, base, heading, of=Statistic, **printed)
 
 
-def _detail(meaning: str, base: str, heading: str) -> Column:
-    return _figure(meaning, base, heading, spread=False, role="detail")
+def _detail(meaning: str, base: str, heading: str, source: str = "") -> Column:
+    return _figure(meaning, base, heading, spread=False, role="detail", source=source)
 
 
 _RUNS = {
@@ -68,16 +71,16 @@ _RUNS = {
     "divisions": _text(
         "shares of the ranks in a batch that changed during the run (--shares measured), and from where"
     ),
-    "sweep": _text("name of the sweep"),
-    "experiment": _text("name of the sweep's experiment; equal for repeats"),
-    "repeat": _number("number of the repeat"),
+    "sweep": _text("name of the sweep", source="experiment"),
+    "experiment": _text("name of the sweep's experiment; equal for repeats", source="experiment"),
+    "repeat": _number("number of the repeat", source="experiment"),
     "launcher": _text("launcher of the sweep"),
     "fill": _number("for a single host of a sweep: number of other hosts that trained alongside"),
-    "started_utc": _text("start of the run"),
-    "workload": _text("workload, or name of the script"),
-    "framework": _text("torch or tensorflow"),
-    "strategy": _text("how gradients are exchanged, as in --strategy"),
-    "backend": _text("library that connects the ranks: none, gloo, mpi, nccl, grpc, tcp or servers"),
+    "started_utc": _text("start of the run", source="manifest"),
+    "workload": _text("workload, or name of the script", source="manifest"),
+    "framework": _text("torch or tensorflow", source="config"),
+    "strategy": _text("how gradients are exchanged, as in --strategy", source="config"),
+    "backend": _text("library that connects the ranks: none, gloo, mpi, nccl, grpc, tcp or servers", source="manifest"),
     "hosts": _number("hosts"),
     "ranks": _number("ranks"),
     "ranks_per_host": _number("ranks / hosts"),
@@ -87,25 +90,25 @@ _RUNS = {
     ),
     "threads": _number("CPU threads per rank, if ranks compute on the CPU (mean over ranks)", "", "threads per rank"),
     "processor": _text("CPU models of the ranks, and their cores"),
-    "precision": _text("arithmetic of the forward and backward pass: fp32, bf16 or fp16"),
+    "precision": _text("arithmetic of the forward and backward pass: fp32, bf16 or fp16", source="config"),
     "rate_mbit": _number("rate of the throttle; null: unlimited, or a single host", "Mbit/s", "rate (Mbit/s)"),
     "network": _text("throttles of the links: rates up/down, delay and loss; null: not recorded, or a single host"),
     "goodput_mbit": _number("TCP payload of the slowest link, measured before step 0", "Mbit/s", "goodput (Mbit/s)"),
     "framework_version": _text("version of the framework"),
-    "git_commit": _text("commit of hvdtrain's checkout; null: an installed package"),
-    "parameters": _number("parameters of the model"),
-    "rank_batch": _number("samples per rank and step", "", "batch per rank"),
-    "global_batch": _number("samples per step over all ranks"),
-    "epochs": _number("requested passes over the training set"),
+    "git_commit": _text("commit of hvdtrain's checkout; null: an installed package", source="manifest"),
+    "parameters": _number("parameters of the model", source="model"),
+    "rank_batch": _number("samples per rank and step", "", "batch per rank", source="plan"),
+    "global_batch": _number("samples per step over all ranks", source="plan"),
+    "epochs": _number("requested passes over the training set", source="config"),
     "epochs_done": _number("completed passes: fewer if --target ended the run"),
-    "steps": _number("steps of the run"),
-    "seed": _number("seed of weights and order"),
+    "steps": _number("steps of the run", source="plan summary"),
+    "seed": _number("seed of weights and order", source="config"),
     "train_samples": _number("training samples of an epoch", "", "training samples"),
     "data_fingerprint": _text("SHA-256 of the data set", "data set"),
     "settings": _text("all other settings that can change the result, as JSON"),
-    "train_s": _figure("training phase", "s", "train (s)"),
-    "validation_s": _detail("validation", "s", "validation (s)"),
-    "test_s": _detail("test evaluation", "s", "test (s)"),
+    "train_s": _figure("training phase", "s", "train (s)", source="summary"),
+    "validation_s": _detail("validation", "s", "validation (s)", source="summary"),
+    "test_s": _detail("test evaluation", "s", "test (s)", source="summary"),
     "checkpoint_s": _detail("saving checkpoints", "s", "checkpoint (s)"),
     "end_to_end_s": _figure(
         "train + validation + test + checkpoint, without loading and initialisation",
@@ -114,7 +117,7 @@ _RUNS = {
         role="detail",
     ),
     "samples_per_s": _detail(
-        "training samples per second over all ranks, without warm-up", "1/s", "throughput (samples/s)"
+        "training samples per second over all ranks, without warm-up", "1/s", "throughput (samples/s)", source="summary"
     ),
     "step_s": _number("mean step of rank 0, without warm-up: data + compute + communication", "s"),
     "data_s": _detail("waiting for the batch, per step", "s", "data (ms)"),
@@ -164,8 +167,8 @@ _RUNS = {
     "idle_devices": _text("measured devices that no rank computes on: host:device, separated by commas"),
     "energy_absent": _text("devices whose energy was not measured, and why"),
     "inference": Column("", kind="object", base="s", meaning="inference: batch size -> median time"),
-    "peak_rss_bytes": _figure("largest resident memory of a rank", "B", "memory per rank (MB)"),
-    "first_step_s": _number("start of the process to the end of its first step", "s"),
+    "peak_rss_bytes": _figure("largest resident memory of a rank", "B", "memory per rank (MB)", source="summary"),
+    "first_step_s": _number("start of the process to the end of its first step", "s", source="summary"),
 }
 RUNS = {
     key: dataclasses.replace(column, key=key, label=column.label or key.replace("_", " "))

@@ -62,18 +62,24 @@ def _problem(failure: Failure) -> Problem:
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
+def _recorded(documents: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns whose values these documents have under the same name."""
+    columns = {}
+    for name, column in RUNS.items():
+        for document in (documents[source] for source in column.source.split() if source in documents):
+            value = document.get(name) if isinstance(document, Mapping) else getattr(document, name)
+            columns[name] = text(value) if column.kind == "text" else number(value)
+    return columns
+
+
 def _settings_of(manifest: records.Manifest) -> dict[str, Any]:
     config, plan, hosts = manifest.config, manifest.plan, manifest.hosts
     devices = {"cpu" if rank.get("device") == "cpu" else "gpu" for rank in manifest.ranks}
     cpu_ranks = [rank for rank in manifest.ranks if rank.get("device") == "cpu"]
     cores = {str(rank.get("host")): rank.get("cores") for rank in cpu_ranks}
     processors = sorted({str(rank["cpu"]) for rank in manifest.ranks if rank.get("cpu")})
-    return {
-        "started_utc": printable(manifest.started_utc),
-        "workload": printable(manifest.workload),
-        "framework": text(config.get("framework")),
-        "strategy": text(config.get("strategy")),
-        "backend": printable(manifest.backend),
+    recorded = {"manifest": manifest, "config": config, "plan": plan, "model": manifest.model}
+    return _recorded(recorded) | {
         "hosts": len(hosts) or None,
         "ranks": len(manifest.ranks) or None,
         "ranks_per_host": len(manifest.ranks) / len(hosts) if hosts else None,
@@ -81,18 +87,10 @@ def _settings_of(manifest: records.Manifest) -> dict[str, Any]:
         "cores": mean(cores.values()),
         "threads": mean(rank.get("threads") for rank in cpu_ranks),
         "processor": printable(" and ".join(processors)) or None,
-        "precision": text(config.get("precision")),
         "rate_mbit": _rate_mbit(manifest.links),
         "network": _throttles(manifest.links),
         "goodput_mbit": min(numbers(link.get("goodput_mbit") for link in manifest.links), default=None),
         "framework_version": _framework_version(manifest),
-        "git_commit": text(manifest.git_commit),
-        "parameters": number(manifest.model.get("parameters")),
-        "rank_batch": number(plan.get("rank_batch")),
-        "global_batch": number(plan.get("global_batch")),
-        "epochs": number(config.get("epochs")),
-        "steps": number(plan.get("steps")),
-        "seed": number(config.get("seed")),
         "train_samples": number(config.get("epoch_samples") or manifest.data.get("train")),
         "data_fingerprint": text(manifest.data.get("fingerprint")),
         "marked": _observed(config),
@@ -141,11 +139,8 @@ def _framework_version(manifest: records.Manifest) -> str | None:
 
 def _experiment(experiment: records.Experiment) -> dict[str, Any]:
     cluster = experiment.settings.get("cluster")
-    columns: dict[str, Any] = {
+    columns: dict[str, Any] = _recorded({"experiment": experiment}) | {
         "fill": number(cluster.get("fill")) if isinstance(cluster, dict) else None,
-        "sweep": printable(experiment.sweep),
-        "experiment": printable(experiment.experiment),
-        "repeat": experiment.repeat,
         "launcher": text(experiment.settings.get("launcher")),
         "kind": printable(experiment.kind),
     }
@@ -214,19 +209,12 @@ def _from_summary(summary: records.Summary, saved_s: float) -> dict[str, Any]:
     checkpoint_s = None if summary.checkpoint_s is None else max(summary.checkpoint_s, saved_s)
     phases = (summary.train_s, summary.validation_s, summary.test_s, checkpoint_s)
     timed = [(number(each.get("samples")), number(each.get("median_s"))) for each in summary.inference]
-    return {
+    return _recorded({"summary": summary}) | {
         "ranks": summary.ranks,
         "epochs": summary.epochs or None,
         "epochs_done": len(summary.validation_scores) or None,
-        "steps": summary.steps,
-        "train_s": summary.train_s,
-        "validation_s": summary.validation_s,
-        "test_s": summary.test_s,
         "checkpoint_s": checkpoint_s,
         "end_to_end_s": math.fsum(phase for phase in phases if phase is not None),
-        "samples_per_s": summary.samples_per_s,
-        "peak_rss_bytes": summary.peak_rss_bytes,
-        "first_step_s": summary.first_step_s,
         "inference": {int(samples): median_s for samples, median_s in timed if samples and median_s} or None,
     }
 

@@ -19,11 +19,11 @@ pytestmark = [
     pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="needs /dev/net/tun"),
 ]
 
-# wireguard-go's sockets are files, of which each host needs its own. A second sshd listens inside the tunnel.
+# wireguard-go's sockets are in /var/run, of which each host needs its own. A second sshd listens inside the tunnel.
 SETUP = """set -e
-mkdir -p /run/wireguard && mount -t tmpfs none /run/wireguard
+unshare --mount sh -ec 'mount -t tmpfs none /var
 wireguard-go wg0 2>/dev/null
-wg set wg0 private-key "$2" listen-port 51820 peer "$3" allowed-ips 10.99.0.0/24 endpoint "$4:51820"
+wg set wg0 private-key "$2" listen-port 51820 peer "$3" allowed-ips 10.99.0.0/24 endpoint "$4:51820"' setup "$@"
 ip address add "10.99.0.$1/24" dev wg0
 ip link set wg0 up mtu 1420
 sed "s/^ListenAddress.*/ListenAddress 10.99.0.$1/; s/^PidFile.*/PidFile none/" "$5" >"$2.sshd"
@@ -70,7 +70,7 @@ def tunnel(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Cluste
             address,
             str(state / f"hosts/{host}/sshd_config"),
         ]
-        done = cluster.on(host, "unshare", "--mount", "bash", "-c", SETUP, "setup", *values)
+        done = cluster.on(host, "bash", "-c", SETUP, "setup", *values)
         assert done.returncode == 0, done.stderr
     return cluster
 

@@ -93,8 +93,8 @@ def typed(name: str, settings: dict[str, Any]) -> str:
         ("powersgd:rank=0", "rank is 0; hint: give a whole number >= 1"),
         ("local-sgd:outer_lr=nan", "outer_lr is nan"),
         ("allreduce:rank=2", "no setting 'rank' of allreduce; its settings: none"),
-        ("fast:every=2", "the preset fast takes no options"),
-        ("balanced+int8", "the preset balanced takes no options"),
+        ("fast:every=2", "a preset takes no options; hint: --strategy fast"),
+        ("balanced+int8", "a preset takes no options"),
     ],
 )
 def test_errors_list_what_is_valid(text: str, message: str) -> None:

@@ -242,48 +242,38 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
         """The batch sizes of --inference. Raises Failure (78)."""
         sizes = constraints.counts(self.inference) if self.inference else ()
         if self.inference and not sizes:
-            raise Failure(
-                f"--inference {self.inference}: not a list of sample counts; hint: give 2,64,512", exits.BAD_CONFIG
-            )
+            raise _bad(f"--inference {self.inference}: not a list of sample counts; hint: give 2,64,512")
         return list(sizes)
 
     def __post_init__(self) -> None:
         if isinstance(self.resume, str):
             if self.run_dir is not None and Path(self.run_dir) != Path(self.resume):
-                raise Failure(
-                    f"--resume {self.resume} and --run-dir {self.run_dir} name two folders; hint: give one of them",
-                    exits.BAD_CONFIG,
+                raise _bad(
+                    f"--resume {self.resume} and --run-dir {self.run_dir} name two folders; hint: give one of them"
                 )
             object.__setattr__(self, "run_dir", self.resume)
             object.__setattr__(self, "resume", True)
         if message := constraints.problem(self, flag):
-            raise Failure(message, exits.BAD_CONFIG)
+            raise _bad(message)
         if self.optimizer == "adamw":  # records have the older name
             object.__setattr__(self, "optimizer", "adam")
         if self.batch_size and self.global_batch_size:
-            raise Failure(
-                "--batch-size cannot be combined with --global-batch-size; hint: give one of them", exits.BAD_CONFIG
-            )
+            raise _bad("--batch-size cannot be combined with --global-batch-size; hint: give one of them")
         if self.warmup_epochs > self.epochs:
-            raise Failure(
-                f"--warmup-epochs {self.warmup_epochs} is more than --epochs {self.epochs}; hint: lower it",
-                exits.BAD_CONFIG,
-            )
+            raise _bad(f"--warmup-epochs {self.warmup_epochs} is more than --epochs {self.epochs}; hint: lower it")
         if self.clip_norm and self.stages > 1:
-            raise Failure(
+            raise _bad(
                 f"--clip-norm {self.clip_norm:g} cannot be combined with --stages {self.stages}, because no rank knows "
-                "the norm over all stages; hint: lower --lr, or use --micro-batches without stages",
-                exits.BAD_CONFIG,
+                "the norm over all stages; hint: lower --lr, or use --micro-batches without stages"
             )
         if self.monitor != "none" and not set(self.monitor.split(",")) <= {"power", "resources"}:
-            raise Failure(
-                f"--monitor {self.monitor} is unknown; hint: give power, resources, power,resources or none",
-                exits.BAD_CONFIG,
-            )
+            raise _bad(f"--monitor {self.monitor} is unknown; hint: give power, resources, power,resources or none")
         if self.monitor_idle_s and "power" not in self.monitor:
-            raise Failure(
-                "--monitor-idle-s measures power, which is not monitored; hint: add --monitor power", exits.BAD_CONFIG
-            )
+            raise _bad("--monitor-idle-s measures power, which is not monitored; hint: add --monitor power")
         _ = self.inference_sizes
         if self.resume and not self.run_dir:
-            raise Failure("--resume without a folder; hint: give the run's folder, --resume DIR", exits.BAD_CONFIG)
+            raise _bad("--resume without a folder; hint: give the run's folder, --resume DIR")
+
+
+def _bad(message: str) -> Failure:
+    return Failure(message, exits.BAD_CONFIG)

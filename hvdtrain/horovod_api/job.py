@@ -146,8 +146,7 @@ def wanted(strategy: str | None = None, *, chooses: bool = False) -> Spec | None
 @functools.cache
 def resolved(text: str) -> str:
     """The strategy of a preset, which rank 0 prints; another strategy string as it is. Raises Failure (78)."""
-    preset = presets.of(text)
-    if preset is None:
+    if (preset := presets.of(text)) is None:
         return text
     strategy = presets.strategy(preset, None)
     if launch_env().rank == 0:

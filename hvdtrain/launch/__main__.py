@@ -82,23 +82,10 @@ def parser(launcher: str, program: str | None = None) -> Parser:
     )
     top.set_defaults(program=program)
     add = top.add_argument
-    add(
-        "-np",
-        "-n",
-        "--np",
-        type=int,
-        metavar="N",
-        help="number of ranks (default: all slots); without hosts, on this machine",
-    )
+    add("-np", "-n", "--np", type=int, metavar="N", help="ranks (default: all slots); without hosts, on this machine")
     add("-H", "--hosts", "--host", metavar="a:2,b:2", help="hosts and their slots")
-    add(
-        "--hostfile",
-        "-hostfile",
-        "--machinefile",
-        type=Path,
-        metavar="FILE",
-        help="file with one `host slots=2` per line",
-    )
+    names = ("--hostfile", "-hostfile", "--machinefile")
+    add(*names, type=Path, metavar="FILE", help="file with one `host slots=2` per line")
     add("--nic", metavar="DEVICE", help="network interface between the hosts (default: from the route to them)")
     add("--rate", metavar="RATE", help="rate of the link, e.g. 10mbit (default: from the throttle or the hardware)")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="override a setting")
@@ -109,14 +96,8 @@ def parser(launcher: str, program: str | None = None) -> Parser:
         add("--gloo", action="store_true", help="run Horovod on Gloo instead of MPI")
     if launcher == "mpirun":
         add("--elastic", action="store_true", help="continue without lost hosts; take in new hosts of --hostfile")
-        add("--min-hosts", type=int, metavar="N", help="with --elastic: end the job below N hosts (default: 1)")
         add("--no-return", action="store_true", help="with --elastic: do not start lost hosts again")
-    add(
-        "--logs",
-        type=Path,
-        metavar="DIR",
-        help=f"also write each rank's output to files ({launcher}'s --output-filename)",
-    )
+    add("--logs", type=Path, metavar="DIR", help="also write each rank's output to files (--output-filename)")
     add("--quiet", action="store_true", help="do not print the settings (the run's manifest has them)")
     add("--dry-run", action="store_true", help="print the command and start nothing")
     add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the command of each rank")
@@ -212,9 +193,7 @@ def check_mpi(launcher: str, mpi: Mpi, options: argparse.Namespace) -> None:
 
 def check_elastic(options: argparse.Namespace) -> None:
     """Raises Failure (2) for options that cannot be combined with --elastic, or need it."""
-    is_elastic, least = getattr(options, "elastic", False), getattr(options, "min_hosts", None)
-    if least is not None and (not is_elastic or least < 1):
-        raise Failure(f"--min-hosts {least}; hint: give 1 or more, together with --elastic", exits.USAGE)
+    is_elastic = getattr(options, "elastic", False)
     if getattr(options, "no_return", False) and not is_elastic:
         raise Failure("--no-return; hint: give it together with --elastic", exits.USAGE)
     if not is_elastic:
@@ -317,8 +296,7 @@ def typed(plan: Plan, options: argparse.Namespace) -> str:
     elif options.np:
         words += ["-np", str(plan.ranks)]
     if getattr(options, "elastic", False):
-        words += ["--elastic", *(["--min-hosts", str(options.min_hosts)] if options.min_hosts else [])]
-        words += ["--no-return"] if options.no_return else []
+        words += ["--elastic", *(["--no-return"] if options.no_return else [])]
     for name in ("nic", "rate", "logs"):
         if (value := getattr(options, name)) is not None:
             words += [f"--{name}", str(value)]
@@ -367,9 +345,6 @@ def run(plan: Plan, command: Command, inner: dict[str, str], options: argparse.N
 
 
 def start_elastic(plan: Plan, variables: Mapping[str, str], options: argparse.Namespace) -> int:
-    if (options.min_hosts or 1) > len(plan.hosts):
-        message = f"--min-hosts {options.min_hosts}: the job has {len(plan.hosts)} hosts"
-        raise Failure(f"{message}; hint: give a lower number, or more hosts with -H", exits.USAGE)
     own = [setting.name for setting in plan.settings if not setting.mca]
     passed = {name: text for name, text in variables.items() if passes(name, (*FOR_RANKS, *plan.passed, *own))}
     places = [(slot, address_of(slot.host)) for slot in plan.hosts]
@@ -386,7 +361,6 @@ def start_elastic(plan: Plan, variables: Mapping[str, str], options: argparse.Na
         places,
         plan.command,
         passed,
-        min_hosts=options.min_hosts or 1,
         hostfile=_watched_hostfile(options),
         returns=not options.no_return,
         grace_s=options.grace,

@@ -4,7 +4,7 @@ mpirun ends all ranks when one dies, and its --enable-recovery returns 0 for fai
 agent on each host over ssh (`agent`), and decides alone who belongs to the job. Each list of members is a view with a
 number. A host is lost if a signal ends one of its ranks, if its connection ends, or if it is silent for SILENCE_S.
 Only the launcher makes views, so the two sides of a divided network can never both continue: a side without the
-launcher gets no new view. A new view needs at least half of the hosts of the last one, and --min-hosts.
+launcher gets no new view. A new view needs at least half of the hosts of the last one.
 
 A lost host is started again as soon as it answers, and so is a host that is added to the hostfile. When its ranks are
 ready, rank 0 of the job opens the next view between two steps, and gives them its state (`comm.elastic`).
@@ -56,7 +56,6 @@ class ElasticJob:
         command: Command,
         environment: Mapping[str, str],
         *,
-        min_hosts: int,
         hostfile: Path | None,
         returns: bool,
         grace_s: float,
@@ -66,7 +65,7 @@ class ElasticJob:
         self._returns = returns
         self._addresses = {slots.host: address for slots, address in places}
         self._hostfile = HostfileWatch(hostfile, self._addresses) if hostfile else None
-        self._members = Members(len(places), min_hosts)
+        self._members = Members(len(places))
         self._stop = StopRequests(grace_s, [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
         self._code: int | None = None
         self._began: set[int] = set()

@@ -163,8 +163,8 @@ def dismiss(hosts: Sequence[Host], patience_s: float) -> None:
 class Members:
     """The rule for views: which hosts continue after a loss."""
 
-    def __init__(self, hosts: int, min_hosts: int) -> None:
-        self.number, self.present, self._least = 0, list(range(hosts)), min_hosts
+    def __init__(self, hosts: int) -> None:
+        self.number, self.present = 0, list(range(hosts))
         self._established = hosts
         """Hosts of the last view in which all members were connected"""
         self.returned: set[int] = set()
@@ -179,8 +179,6 @@ class Members:
 
     def refusal(self, count: int) -> str | None:
         """Return why `count` hosts cannot continue, or None if they can."""
-        if count < self._least:
-            return f"{count} of at least {self._least} hosts are left (--min-hosts)"
         if 2 * count < self._established:
             return f"{count} of {self._established} hosts are left, less than half"
         return None

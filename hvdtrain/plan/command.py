@@ -46,12 +46,7 @@ MANY_COUNTS = 32
 """Longest range of hosts that is predicted in full"""
 UNEQUAL = 1.1
 """Ratio of the slowest to the fastest host's computation above which a plan names the slowest host"""
-BOUNDS = {
-    "latency": (0, 60_000),
-    "ranks_per_host": (1, 1024),
-    "cores": (0.01, 10_000),
-    "global_batch_size": (1, 10**9),
-}
+BOUNDS = {"latency": (0, 60_000), "ranks_per_host": (1, 1024), "cores": (0.01, 10_000), "global_batch_size": (1, 10**9)}
 """Least and most of each option that is a number"""
 
 
@@ -75,26 +70,14 @@ def parser() -> Parser:
     top.add_argument("--parameters", metavar="N", help="plan a model of this size, such as 124M, which is not here")
     top.add_argument("--trainable", metavar="N", help="with --parameters: how many are trained (default: all)")
     top.add_argument("--step-seconds", type=float, metavar="S", help="with --parameters: of a step on one host")
-    top.add_argument(
-        "--hosts",
-        default=None,
-        metavar="LIST",
-        help="numbers of hosts: 1..16 or 1,2,4; long ranges are thinned (default: 1,2,4,8)",
-    )
+    help = "numbers of hosts: 1..16 or 1,2,4; long ranges are thinned (default: 1,2,4,8)"
+    top.add_argument("--hosts", metavar="LIST", help=help)
     top.add_argument("-H", dest="cluster", metavar="A:2,B:2", help="measure these hosts and their links over ssh")
-    top.add_argument(
-        "--rates", default=None, metavar="LIST", help="rates of every host's link (default: 10mbit,100mbit,1gbit)"
-    )
-    top.add_argument(
-        "--slow", default=None, metavar="RATE[/RATE]", help="rate of the last host's link, or its rates up and down"
-    )
-    top.add_argument(
-        "--latency", type=float, default=1e3 * LATENCY_S, metavar="MS", help="of a message (default: %(default)g ms)"
-    )
+    top.add_argument("--rates", metavar="LIST", help="rates of every host's link (default: 10mbit,100mbit,1gbit)")
+    top.add_argument("--slow", metavar="RATE[/RATE]", help="rate of the last host's link, or its rates up and down")
+    top.add_argument("--latency", type=float, default=1e3 * LATENCY_S, metavar="MS", help="(default: %(default)g ms)")
     top.add_argument("--ranks-per-host", type=int, default=1, metavar="N", help="(default: 1)")
-    top.add_argument(
-        "--global-batch-size", type=int, metavar="N", help="samples of a step over all ranks (default: it grows)"
-    )
+    top.add_argument("--global-batch-size", type=int, metavar="N", help="samples of a step (default: it grows)")
     top.add_argument("--cores", type=float, metavar="N", help="cores of each host (default: this machine's)")
     top.add_argument("--strategy", action="append", metavar="S", help="predict this one; give it again for more")
     top.add_argument("--json", action="store_true", help="print one JSON document")
@@ -153,10 +136,7 @@ def rates_of(text: str) -> list[int]:
 
 
 def _wanted(options: Any, optimizer: str | None = None) -> list[Spec]:
-    """Return the strategies of a plan. Raises Failure (78) for unknown names.
-
-    `optimizer`: decides what presets stand for. Before it is known, all that they may stand for are returned.
-    """
+    """Return the strategies of a plan; without an optimizer, all that presets may stand for. Raises Failure (78)."""
     families = [optimizer] if optimizer else presets.FAMILIES
     return list(dict.fromkeys(parse(name, each) for name in options.strategy or learning.SHOWN for each in families))
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 import textwrap
@@ -64,10 +65,10 @@ def show(strategy: str, shapes: Sequence[Shape], layout: Layout) -> None:
     """Print the help for a model with these trainable arrays. Raises Failure (78) for an unknown name."""
     layout = _several(layout)
     _, _, name = strategy.partition(":")
-    if name in presets.NAMES:
-        print("\n".join(_presets([name])))
-    else:
-        print("\n".join(_one(name, shapes, layout) if name else _all(shapes, layout)))
+    one = (
+        functools.partial(_presets, [name]) if name in presets.NAMES else functools.partial(_one, name, shapes, layout)
+    )
+    print("\n".join(one() if name else _all(shapes, layout)))
 
 
 def _several(layout: Layout) -> Layout:
@@ -77,7 +78,7 @@ def _several(layout: Layout) -> Layout:
 
 
 def _presets(names: Sequence[str]) -> list[str]:
-    """What the presets stand for with each optimizer, and their measured costs."""
+    """The strategies of presets with each optimizer, and their measured costs."""
     lines = [
         "presets: the time of a step, its bytes (exact sums: 1) and what was learned, on four hosts of half a core"
     ]
@@ -95,23 +96,20 @@ def as_json(shapes: Sequence[Shape], layout: Layout) -> dict[str, Any]:
     return {
         "schema": "hvdtrain/strategies/1",
         "presets": {
-            optimizer: {
-                "model": family.model,
-                "presets": {name: preset._asdict() for name, preset in family.presets.items()},
-            }
-            for optimizer, family in presets.FAMILIES.items()
+            optimizer: {"model": model, "presets": {name: preset._asdict() for name, preset in known.items()}}
+            for optimizer, (model, known) in presets.FAMILIES.items()
         },
         "hosts": layout.hosts,
         "strategies": [
             {
                 "name": name,
-                "kind": "reducer" if kind is Reducer else "algorithm",
+                "kind": kind,
+                "sent_bytes": parse(name).cost(shapes, layout).sent_bytes,
                 "purpose": _purpose(registry.lookup(name)),
                 "settings": described(registry.lookup(name)),
-                "sent_bytes": parse(name).cost(shapes, layout).sent_bytes,
             }
-            for kind in (Reducer, Strategy)
-            for name in registry.names(kind)
+            for kind, base in (("reducer", Reducer), ("algorithm", Strategy))
+            for name in registry.names(base)
         ],
     }
 

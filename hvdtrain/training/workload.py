@@ -44,8 +44,6 @@ def begin(cls: type[C], name: str, purpose: str) -> tuple[C, LaunchEnv]:
 
     `purpose` heads the help. Raises Failure (2, 65, 78) for invalid options.
     """
-    if sys.argv[1:2] in (["predict"], ["test"], ["caption"]):  # for one release
-        raise Failure(f"{sys.argv[1]} is not an option; hint: `hvdtrain predict RUN INPUT...`", exits.USAGE)
     config, environment = resume.parse(cls, name, purpose), launch_env()
     for name in parser.misspelled_variables(cls) if environment.rank == 0 else ():
         print(f"hvdtrain: warning: unknown variable {name}", file=sys.stderr)

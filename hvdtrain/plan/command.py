@@ -141,8 +141,9 @@ def _wanted(options: Any, optimizer: str | None = None) -> list[Spec]:
     return list(dict.fromkeys(parse(name, each) for name in options.strategy or learning.SHOWN for each in families))
 
 
-def _like_adam(made: Profile) -> Profile:
-    """Return the profile of a model whose optimizer is not known."""
+def _like_adam(made: Profile, notes: list[str]) -> Profile:
+    """Return the profile of a model whose optimizer is not known, and say so in a note."""
+    notes.append("the optimizer is not known: presets and steps to an accuracy are those of Adam")
     return msgspec.structs.replace(made, setup={**made.setup, "optimizer": presets.UNKNOWN})
 
 
@@ -266,8 +267,7 @@ def _from_workload(options: Any, counts: Sequence[int] | None, rates: Sequence[i
     assert made and config
     notes = list(found.notes)
     if made.drop_in:
-        made = _like_adam(made)
-        notes.append("the optimizer of a script is not known: presets and steps to an accuracy are those of Adam")
+        made = _like_adam(made, notes)
     coding = [host.profile.coding_s for host in cluster if host.profile]
     known = set(made.coding_s).intersection(*coding)
     made = profile.with_coding(made, {name: max(each[name] for each in coding) for name in known if coding})
@@ -284,7 +284,7 @@ def _from_sizes(options: Any, counts: Sequence[int] | None, rates: Sequence[int]
     made, notes = sizes.profiled(
         options.parameters, options.trainable, options.step_seconds, names, options.ranks_per_host, size
     )
-    made = _like_adam(made)
+    made = _like_adam(made, notes)
     config = TrainConfig(framework="torch", batch_size=None if size else 1, global_batch_size=size)
     able, refused = exchanges_of(options, config, made)
     if cluster:

@@ -259,8 +259,53 @@ def launch(
     extra: Mapping[str, str] | None = None,
     limit_s: float = LIMIT_S,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs Python with `arguments` on `ranks` ranks, or without a launcher for ranks=0."""
+    """Runs Python with `arguments` on `ranks` ranks, or without a launcher for ranks=0.
+
+    The launcher `forks` takes ranks from a process that has imported PyTorch.
+    """
+    if launcher in FORKS:
+        return _forks(ranks, arguments, launcher, extra or {}, limit_s)
     return finished(command(ranks, arguments, launcher), extra=extra, limit_s=limit_s)
+
+
+FORKS = {"forks": ["torch._dynamo", "hvdtrain.torch", "hvdtrain.torch.attached", "hvdtrain.resnet"]}
+"""What a parent of ranks has imported. PyTorch's optimizers import torch._dynamo, which takes longer than the rest"""
+
+
+PARENTS: dict[str, subprocess.Popen[str]] = {}
+
+
+def _parent(launcher: str) -> subprocess.Popen[str]:
+    if launcher not in PARENTS:
+        words, pipe = [sys.executable, str(ROOT / "tests" / "forks.py"), *FORKS[launcher]], subprocess.PIPE
+        PARENTS[launcher] = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=environment(), cwd=ROOT)
+    return PARENTS[launcher]
+
+
+def pytest_unconfigure() -> None:
+    for parent in PARENTS.values():
+        parent.communicate()
+
+
+def _forks(
+    ranks: int, arguments: list[str], launcher: str, extra: Mapping[str, str], limit_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Ranks that find each other through a store of PyTorch, as under torchrun."""
+    store = pytest.importorskip("torch").distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_RUN_ID": "forks"}
+    variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+    parent: Any = _parent(launcher)
+    with (
+        tempfile.NamedTemporaryFile("r", errors="replace") as out,
+        tempfile.NamedTemporaryFile("r", errors="replace") as err,
+    ):
+        job = {"ranks": ranks, "arguments": arguments, "variables": environment(extra) | variables}
+        job |= {"folder": str(ROOT), "out": out.name, "err": err.name, "limit_s": limit_s}
+        parent.stdin.write(json.dumps(job) + "\n")
+        parent.stdin.flush()
+        code = int(parent.stdout.readline())
+        return subprocess.CompletedProcess(arguments, code, out.read(), err.read())
 
 
 def forked(program: Callable[[], object], folder: Path = ROOT) -> subprocess.CompletedProcess[str]:

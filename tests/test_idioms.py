@@ -19,7 +19,7 @@ STRATEGIES = [
 
 @pytest.fixture(scope="module")
 def report() -> Any:
-    return document(launch(2, ["-W", "ignore", str(PROGRAMS / "own_idioms.py"), *STRATEGIES], "torchrun"))
+    return document(launch(2, ["-W", "ignore", str(PROGRAMS / "own_idioms.py"), *STRATEGIES], "forks"))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

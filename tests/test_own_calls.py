@@ -16,7 +16,9 @@ from hvdtrain.horovod_api.calls import Calls, Op
 from hvdtrain.horovod_api.coordinator import Coordinator, Request, pack, unpack
 
 
-@pytest.mark.parametrize(("ranks", "launcher"), [(3, "horovodrun --gloo"), (4, "mpirun")])
+@pytest.mark.parametrize(
+    ("ranks", "launcher"), [pytest.param(3, "horovodrun --gloo", marks=pytest.mark.slow), (4, "forks")]
+)
 def test_results_equal_numpys_on_every_rank(ranks: int, launcher: str) -> None:
     """The program compares the results and watches idle ranks. Errors must be the same on all ranks."""
     errors = document(launch(ranks, [str(PROGRAMS / "calls_ranks.py")], launcher))["ranks"]

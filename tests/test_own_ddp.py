@@ -16,14 +16,16 @@ def ddp(strategy: str, *words: str) -> list[str]:
     return ["-W", "ignore", "-m", "hvdtrain.ddp", "--strategy", strategy, *words]
 
 
-@pytest.mark.parametrize("strategy", ["hierarchical", "local-sgd:every=1", "auto"])
-def test_exact_exchanges_equal_one_process(strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "launcher"), [("hierarchical", "torchrun"), ("local-sgd:every=1", "forks"), ("auto", "forks")]
+)
+def test_exact_exchanges_equal_one_process(strategy: str, launcher: str, tmp_path: Path) -> None:
     """With accumulation, clipping, a scheduler and a GradScaler; SGD averaged after each step is exact too.
 
     The run is recorded, with whatever strategy.
     """
     extra = {"HVDTRAIN_RUN_DIR": str(tmp_path / "run"), "HVDTRAIN_RECORD": "1"}
-    done = launch(2, ddp(strategy, SCRIPT, "10"), "torchrun", extra)
+    done = launch(2, ddp(strategy, SCRIPT, "10"), launcher, extra)
     assert (tmp_path / "run/COMPLETE").exists(), done.stderr
     steps = (tmp_path / "run/metrics/rank0000.jsonl").read_text().splitlines()
     assert sum('"type":"step"' in line for line in steps) == 10
@@ -34,10 +36,10 @@ def test_exact_exchanges_equal_one_process(strategy: str, tmp_path: Path) -> Non
 
 
 def test_float64_is_summed_as_float64_or_a_line_says_that_it_is_not() -> None:
-    done = launch(2, ddp("hierarchical", SCRIPT, "10", "--double"), "torchrun")
+    done = launch(2, ddp("hierarchical", SCRIPT, "10", "--double"), "forks")
     assert document(done)["worst"] < 1e-15
     for strategy in ("powersgd:rank=4", "local-sgd:every=1"):
-        done = launch(2, ddp(strategy, SCRIPT, "3", "--double"), "torchrun")
+        done = launch(2, ddp(strategy, SCRIPT, "3", "--double"), "forks")
         report = document(done)
         assert report["worst"] < report["moved"]
         assert done.stderr.count(f"{strategy} exchanges float64 as float32") == 1
@@ -47,13 +49,13 @@ def test_evaluations_and_checkpoints_see_equal_weights_and_a_run_resumes(tmp_pat
     """Also in the middle of a round, and if one rank evaluates or saves alone."""
     kept = str(tmp_path / "checkpoint.pt")
     for steps in ("7", "14"):
-        report = document(launch(2, ddp("local-sgd:every=4,staleness=1+int8", SCRIPT, steps, kept), "torchrun"))
+        report = document(launch(2, ddp("local-sgd:every=4,staleness=1+int8", SCRIPT, steps, kept), "forks"))
         assert all(report["equal"])
         assert report["worst"] < report["moved"]
 
 
 def test_a_line_of_the_script_does_the_same() -> None:
-    done = launch(2, ["-W", "ignore", str(PROGRAMS / "own_attached.py")], "torchrun")
+    done = launch(2, ["-W", "ignore", str(PROGRAMS / "own_attached.py")], "forks")
     for strategy, distance in document(done).items():
         assert distance < 1e-6, strategy
 
@@ -70,7 +72,7 @@ def test_what_has_no_distributed_data_parallel_is_refused(tmp_path: Path) -> Non
         "net(torch.randn(2, 4)).sum().backward()\n"
         "optimizer.step()\n"
     )
-    done = launch(2, ddp("local-sgd", str(script)), "torchrun")
+    done = launch(2, ddp("local-sgd", str(script)), "forks")
     assert done.returncode
     assert "FSDP, DeepSpeed and tensor parallelism are not supported; hint: " in done.stderr
     done = launch(0, ["-m", "hvdtrain.ddp", str(tmp_path / "none.py")])

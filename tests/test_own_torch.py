@@ -31,9 +31,13 @@ def on_horovod() -> Any:
 
 @pytest.mark.parametrize(
     ("launcher", "strategy", "words"),
-    [("mpirun", "", ["late"]), ("torchrun", "", []), ("horovodrun --gloo", "powersgd", [])],
+    [
+        ("forks", "", []),
+        pytest.param("torchrun", "", [], marks=pytest.mark.slow),
+        pytest.param("mpirun", "", ["late"], marks=pytest.mark.slow),
+        pytest.param("horovodrun --gloo", "powersgd", [], marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.slow
 def test_both_backends_return_the_same_results(launcher: str, strategy: str, words: list[str], on_horovod: Any) -> None:
     on_tcp = calls(launcher, strategy, *words)
     assert (on_tcp["backend"], on_horovod["backend"]) == ("tcp", "Horovod")
@@ -41,6 +45,7 @@ def test_both_backends_return_the_same_results(launcher: str, strategy: str, wor
     assert on_tcp["ranks"] == on_horovod["ranks"]
 
 
+@pytest.mark.slow
 def test_calls_return_the_same_results_without_horovod(on_horovod: Any, tmp_path: Path) -> None:
     """The home folder of many containers cannot be written."""
     extra = {"HOME": "/proc", "TMPDIR": str(tmp_path)}
@@ -73,7 +78,7 @@ def test_without_horovod_its_own_transport_is_an_error_of_one_line() -> None:
 
 def test_gradients_are_sent_during_backward_once_steps_are_alike() -> None:
     """The program compares the weights with those of one process, also for scripts that change gradients later."""
-    overlapped = document(launch(2, [str(PROGRAMS / "own_overlap.py")], "torchrun"))
+    overlapped = document(launch(2, [str(PROGRAMS / "own_overlap.py")], "forks"))
     learned, given_up = [False, False, True], [False, False]
     for script in ("plain", "accumulating", "with_useless_backward", "with_unused_layers"):
         assert overlapped[script][:3] == learned and all(overlapped[script][2:]), script
@@ -82,13 +87,19 @@ def test_gradients_are_sent_during_backward_once_steps_are_alike() -> None:
     assert not any(overlapped["clamping_data"])
 
 
-@pytest.mark.parametrize("program", [[], WITHOUT_HOROVOD], ids=["Horovod", "without"])
-def test_an_optimizer_trains_as_the_strategy_and_resumes_exactly(program: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "program"),
+    [("forks", []), pytest.param("torchrun", WITHOUT_HOROVOD, marks=pytest.mark.slow)],
+    ids=["Horovod", "without"],
+)
+def test_an_optimizer_trains_as_the_strategy_and_resumes_exactly(launcher: str, program: list[str]) -> None:
     """The program compares, and raises if a check fails."""
-    assert document(launch(3, [*program, str(PROGRAMS / "own_optimizer.py")], "torchrun"))["strategies"]
+    assert document(launch(3, [*program, str(PROGRAMS / "own_optimizer.py")], launcher))["strategies"]
 
 
-@pytest.mark.parametrize(("launcher", "strategy"), [("mpirun", ""), ("torchrun", "hierarchical")])
+@pytest.mark.parametrize(
+    ("launcher", "strategy"), [pytest.param("mpirun", "", marks=pytest.mark.slow), ("forks", "hierarchical")]
+)
 def test_ranks_with_different_numbers_of_batches_join(launcher: str, strategy: str) -> None:
     """The program compares with one process, on Horovod and on the TCP backend."""
     extra = {"HVDTRAIN_STRATEGY": strategy} if strategy else {}
@@ -114,7 +125,7 @@ def test_gradients_return_in_the_memory_order_of_the_parameters() -> None:
 
 def test_gradients_of_distributed_data_parallel_are_summed_by_a_strategy() -> None:
     """Exact sums equal PyTorch's, whatever the script does with DDP. A residual arrives in later steps and is saved."""
-    report = document(launch(2, ["-W", "ignore", str(PROGRAMS / "own_summing.py")], "torchrun"))
+    report = document(launch(2, ["-W", "ignore", str(PROGRAMS / "own_summing.py")], "forks"))
     for kind, distance in report["exact"].items():
         assert distance < 1e-6, kind
     assert report["reducers"]["bf16"][0] < 2**-8

@@ -130,7 +130,7 @@ def test_impossible_combinations_are_rejected() -> None:
         with pytest.raises(Failure) as error:
             strategies.resolve(TrainConfig(strategy="async-ps", **options))
         assert error.value.code == 78
-    assert resnet(2, "--strategy", "async-ps:servers=3", "--epochs", "1").returncode == 78
+    assert resnet(2, "--strategy", "async-ps:servers=3", "--epochs", "1", launcher="forks").returncode == 78
 
 
 # --- ranks as threads ------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def exchanged() -> Callable[..., Any]:
     [
         *((framework, ranks, "allreduce", "mpirun") for framework in RANKS for ranks in (0, RANKS[framework])),
         ("torch", 3, "native", "torchrun"),
-        ("tensorflow", 2, "native", "mpirun"),
+        pytest.param("tensorflow", 2, "native", "mpirun", marks=pytest.mark.slow),
     ],
 )
 def test_uneven_ranks_train_as_one_process_on_all_samples(

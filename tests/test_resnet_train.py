@@ -154,7 +154,11 @@ def test_what_is_evaluated_after_an_epoch(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("framework", "launcher", "ranks", "epochs"),
-    [("torch", "horovodrun", 2, 5), ("tensorflow", "horovodrun --hostfile", 2, 1), ("torch", "mpirun", 3, 1)],
+    [
+        ("torch", "horovodrun", 2, 5),
+        pytest.param("tensorflow", "horovodrun --hostfile", 2, 1, marks=pytest.mark.slow),
+        pytest.param("torch", "mpirun", 3, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_learn_the_digits_and_record_equal_losses_and_disjoint_samples(
     framework: str, launcher: str, ranks: int, epochs: int, tmp_path: Path

@@ -261,7 +261,7 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     """Runs Python with `arguments` on `ranks` ranks, or without a launcher for ranks=0.
 
-    The launcher `forks` takes ranks from a process that has imported PyTorch.
+    The launcher `forks` takes ranks from a process that has imported PyTorch, `forks-trainers` the trainers too.
     """
     if launcher in FORKS:
         return _forks(ranks, arguments, launcher, extra or {}, limit_s)
@@ -269,6 +269,7 @@ def launch(
 
 
 FORKS = {"forks": ["torch._dynamo", "hvdtrain.torch", "hvdtrain.torch.attached", "hvdtrain.resnet"]}
+FORKS["forks-trainers"] = [*FORKS["forks"], "transformers", "peft", "accelerate", "lightning"]
 """What a parent of ranks has imported. PyTorch's optimizers import torch._dynamo, which takes longer than the rest"""
 
 
@@ -278,7 +279,9 @@ PARENTS: dict[str, subprocess.Popen[str]] = {}
 def _parent(launcher: str) -> subprocess.Popen[str]:
     if launcher not in PARENTS:
         words, pipe = [sys.executable, str(ROOT / "tests" / "forks.py"), *FORKS[launcher]], subprocess.PIPE
-        PARENTS[launcher] = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=environment(), cwd=ROOT)
+        PARENTS[launcher] = subprocess.Popen(
+            words, stdin=pipe, stdout=pipe, text=True, env=environment({"HF_HUB_OFFLINE": "1"}), cwd=ROOT
+        )
     return PARENTS[launcher]
 
 
@@ -430,6 +433,12 @@ def resnet(ranks: int, *flags: str, launcher: str = "mpirun") -> subprocess.Comp
 def trainings(
     ranks: int, runs: list[dict[str, Any]], framework: str = "torch", workload: str = "resnet"
 ) -> tuple[list[int], str]:
-    """Exit codes and stderr of several trainings in one job, in which each rank acts as a host (strategy_runs.py)."""
-    done = launch(ranks, [str(PROGRAMS / "strategy_runs.py"), framework, "1", json.dumps(runs), workload], limit_s=600)
+    """Exit codes and stderr of several trainings in one job, in which each rank acts as a host (strategy_runs.py).
+
+    The ranks of PyTorch are forks if each training names a strategy, and none needs Horovod.
+    """
+    horovod = any("--strategy" not in run["flags"] or "allreduce" in run["flags"] for run in runs)
+    launcher = "forks" if framework == "torch" and not horovod else "mpirun"
+    arguments = [str(PROGRAMS / "strategy_runs.py"), framework, "1", json.dumps(runs), workload]
+    done = launch(ranks, arguments, launcher, limit_s=600)
     return document(done)["codes"], done.stderr

@@ -13,9 +13,10 @@ from conftest import PROGRAMS, document, launch
 
 from hvdtrain import records
 
-BACKENDS = {"Horovod": "", "tcp": "hierarchical"}
+on_each_backend = pytest.mark.parametrize(
+    "strategy", [pytest.param("", marks=pytest.mark.slow, id="Horovod"), pytest.param("hierarchical", id="tcp")]
+)
 """HVDTRAIN_STRATEGY by backend"""
-on_each_backend = pytest.mark.parametrize("strategy", BACKENDS.values(), ids=BACKENDS)
 
 
 @functools.cache
@@ -46,7 +47,6 @@ def test_calls_return_the_same_results_on_both_backends() -> None:
     assert script("hierarchical")["calls"] == script("")["calls"]
 
 
-@pytest.mark.slow
 @on_each_backend
 def test_two_ranks_with_half_the_batch_train_as_one_process(strategy: str) -> None:
     fits = script(strategy)["fits"]
@@ -58,7 +58,11 @@ def test_two_ranks_with_half_the_batch_train_as_one_process(strategy: str) -> No
 
 @pytest.mark.parametrize(
     ("strategy", "program"),
-    [("", []), ("hierarchical", []), ("hierarchical", [str(PROGRAMS / "without_horovod.py")])],
+    [
+        pytest.param("", [], marks=pytest.mark.slow),
+        ("hierarchical", []),
+        pytest.param("hierarchical", [str(PROGRAMS / "without_horovod.py")], marks=pytest.mark.slow),
+    ],
     ids=["Horovod", "tcp", "without Horovod"],
 )
 def test_a_single_step_moves_the_weights_by_the_sum(strategy: str, program: list[str]) -> None:
@@ -95,6 +99,7 @@ def test_steps_of_the_first_optimizer_are_recorded(strategy: str) -> None:
     assert [step.lr is None for step in report["steps"]] == [False] * 12
 
 
+@pytest.mark.slow
 def test_checkpoints_batch_normalisation_and_schedules_equal_one_process() -> None:
     fits = script("")["fits"]
     assert_equal_weights(fits, dict.fromkeys(("resumed", "rank 0 resumed", "late change"), "alone"))

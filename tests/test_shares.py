@@ -56,7 +56,9 @@ def test_unequal_ranks_train_like_one_process_on_the_union(
     # Samples of a whole global batch, and of the short last one.
     samples = {0: [[12, 6]], 3: [[6, 2], [4, 2], [2, 2]]}[ranks]
     given = ["3:2:1" if ranks else "1", *["measured"] * bool(ranks)]
-    reports = document(launch(ranks, [str(PROGRAMS / "shares.py"), framework, "hierarchical", *given]))["trained"]
+    launcher = "forks" if ranks and framework == "torch" else "mpirun"
+    program = [str(PROGRAMS / "shares.py"), framework, "hierarchical", *given]
+    reports = document(launch(ranks, program, launcher))["trained"]
     assert len(reports) == len(given)
     weight, losses = numpy_training()
     for report in reports:

@@ -451,7 +451,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def train(ranks: int, *flags: str) -> Path:
         folder = tmp_path_factory.mktemp("run")
         words = [*FLAGS, *flags, "--run-dir", str(folder)]
-        summary = document(resnet(ranks, *words)) if ranks else here("resnet", *words)
+        launcher = "mpirun" if "tensorflow" in flags else "forks"
+        summary = document(resnet(ranks, *words, launcher=launcher)) if ranks else here("resnet", *words)
         assert summary["ranks"] == max(1, ranks)
         return folder
 

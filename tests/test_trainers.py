@@ -28,7 +28,8 @@ def weights(words: str, folder: Path, strategy: str = "", hosts: Cluster | None 
     if hosts:
         done = hosts.on("a", "hvdtrain", "launch", "torchrun", "-H", "a:1,b:1", "--strategy", strategy, *program)
     else:
-        done = launch(2, ["-W", "ignore", *ddp, *program], "torchrun", {"HOME": str(folder), "HF_HUB_OFFLINE": "1"})
+        extra = {"HOME": str(folder), "HF_HUB_OFFLINE": "1"}
+        done = launch(2, ["-W", "ignore", *ddp, *program], "forks-trainers", extra)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(text) for text in re.findall(r"WEIGHTS (\{.*\})", done.stdout)]
     assert len({each["checksum"] for each in found}) == 1 and len(found) == 2

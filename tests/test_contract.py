@@ -216,6 +216,7 @@ DRY_RUN = {
     "launch horovodrun": "-np 1 touch made",
     "launch torchrun": "-H localhost:1 touch made",
     "hosts prepare": "-H localhost:1",
+    "measure": "-H a:1,b:1",
     **dict.fromkeys(WORKLOADS, "--run-dir new"),
 }
 DRY_RUN_ELSEWHERE = {"data solar", "data vgg16", "cluster exec", "cluster shell"}
@@ -263,7 +264,7 @@ PATHS: dict[str, list[str]] = {
     "doctor": ["--quick --hostfile @"],
     "sweep": ["@ --dry-run"],
     "results": [
-        *("list @", "show @", "show @manifest.json", "show run @"),
+        *("list @", "measured @", "show @", "show @manifest.json", "show run @"),
         *(f"{name} @" for name in RESULTS[1:]),
         *("plot time @ -o new.svg", "report @ -o new.html", "compare @ run", "compare run @"),
         "export run -o @",

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from hvdtrain.system import exits
+from hvdtrain.system import exits, files
 from hvdtrain.system.exits import Failure
 
 SCHEMA = "hvdtrain/measured/1"
@@ -16,9 +16,8 @@ LARGEST_BYTES = 100_000
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Raises Failure (65) for a file that is none of `hvdtrain measure`, or OSError."""
-    with path.open("rb") as stream:
-        content = stream.read(LARGEST_BYTES)
+    """Raises Failure (65) for a file that is none of `hvdtrain measure`, or as `files.read` does."""
+    content = files.read(path, LARGEST_BYTES)
     try:
         document = msgspec.json.decode(content)
         text([document])

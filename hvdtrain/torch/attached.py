@@ -219,7 +219,7 @@ def attach(model: Any, optimizer: torch.optim.Optimizer, *, strategy: str | None
 
     Raises Failure for a strategy that scripts cannot use.
     """
-    name = strategy or os.environ.get(job.VARIABLE) or DEFAULT_REDUCER
+    name = job.resolved(strategy or os.environ.get(job.VARIABLE) or DEFAULT_REDUCER)
     if attach_model(model, name):
         convert(optimizer, name)
     else:

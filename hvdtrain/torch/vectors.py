@@ -248,7 +248,7 @@ class Parameters:
 
 
 def _finite(gradients: torch.Tensor) -> bool:
-    # On a CPU, vector_norm(ord=inf) takes nine times as long.
+    # On a CPU, vector_norm(ord=inf) of 10^5 numbers or more takes three to six times as long.
     return not gradients.numel() or bool(torch.stack(torch.aminmax(gradients)).isfinite().all())
 
 

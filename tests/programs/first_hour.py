@@ -47,6 +47,8 @@ COMMANDS = {
     "hvdtrain monitors": (),
     "hvdtrain plan --help": (),
     "hvdtrain plan resnet --width 0.25 --hosts 1..4 --rates 10mbit": (),
+    "hvdtrain strategies": (),
+    "hvdtrain measure --dry-run -H a:1,b:1": (),
     "hvdtrain sweep quick --dry-run": (),
     "hvdtrain results list results/": (),
     "hvdtrain results show results/a": (),

@@ -68,7 +68,6 @@ def _sent_at_once(nbytes: int, hosts: int) -> bool:
 
 
 def _waits_for_receiver(nbytes: int, hosts: int, even: bool) -> bool:
-    """Whether a receiver says that it is ready. Of two hosts it has only one sender."""
     return even and hosts > 2 and nbytes > QUEUE_BYTES
 
 

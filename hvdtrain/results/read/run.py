@@ -79,6 +79,7 @@ def _settings_of(manifest: records.Manifest) -> dict[str, Any]:
     cores = {str(rank.get("host")): rank.get("cores") for rank in cpu_ranks}
     processors = sorted({str(rank["cpu"]) for rank in manifest.ranks if rank.get("cpu")})
     recorded = {"manifest": manifest, "config": config, "plan": plan, "model": manifest.model}
+    recorded["versions"] = manifest.versions
     return _recorded(recorded) | {
         "hosts": len(hosts) or None,
         "ranks": len(manifest.ranks) or None,

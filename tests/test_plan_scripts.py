@@ -129,4 +129,4 @@ def test_auto_in_a_script_equals_the_strategy_that_all_ranks_choose() -> None:
     """The program compares, and raises if a check fails."""
     done = launch(2, [str(PROGRAMS / "own_auto.py")], "forks")
     assert all(name != "hierarchical" for name in document(done)["chosen"])
-    assert done.stderr.count("per step predicted") == 3, "one line for each choice"
+    assert done.stderr.count("per step predicted") == 4, "one line for each choice"

@@ -266,7 +266,7 @@ def _from_workload(options: Any, counts: Sequence[int] | None, rates: Sequence[i
     made, config = found.profile, found.config
     assert made and config
     notes = list(found.notes)
-    if made.drop_in:
+    if "optimizer" not in made.setup:
         made = _like_adam(made, notes)
     coding = [host.profile.coding_s for host in cluster if host.profile]
     known = set(made.coding_s).intersection(*coding)

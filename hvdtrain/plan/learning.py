@@ -42,10 +42,11 @@ ADAM = {name: each for name, each in RECORDED.items() if each.exact} | {  # of a
     "bf16": Learning((1.0, 1.1), None),  # bounded by int4, as with SGD
     "int8": Learning((1.0, 1.1), None),
     "int4": Learning((1.0, 1.1), None),
+    "local-sgd:every=8,outer_lr=0.7,outer_momentum=0.6+int4": Learning((1.3, 1.4), None),
     "local-sgd:every=16,outer_lr=0.7,outer_momentum=0.6+int4": Learning((1.4, 1.5), None),
 }
 OTHERS = ("int4", "local-sgd:every=4+int8")
-"""Strategies that a plan shows although their learning is less well known"""
+"""Strategies that a plan shows although their learning with SGD is less well known"""
 SHOWN = tuple(name for name in {**RECORDED, **MUON, **ADAM} if name not in ("allreduce", "native"))
 """The strategies that a plan shows"""
 
@@ -57,8 +58,9 @@ def records(optimizer: str | None) -> dict[str, Learning]:
 
 def candidates(optimizer: str | None) -> list[str]:
     """Return the strategies from which `--strategy auto` chooses. Exact sums come first."""
-    names = [name for name in SHOWN if name in records(optimizer) and name not in OTHERS]
-    return sorted(names, key=lambda name: not records(optimizer)[name].exact)
+    known = records(optimizer)
+    names = [name for name in SHOWN if name in known and not (known is RECORDED and name in OTHERS)]
+    return sorted(names, key=lambda name: not known[name].exact)
 
 
 def epochs_factor(batch: int, base: int, noise_scale: tuple[float, float | None]) -> tuple[float, float]:

@@ -26,7 +26,7 @@ from hvdtrain.plan.choice import Chosen
 from hvdtrain.plan.prediction import EXACT_REDUCER, reducers
 from hvdtrain.plan.profile import Profile
 from hvdtrain.plan.steps import Script, Steps
-from hvdtrain.strategies import Spec, automatic, parse
+from hvdtrain.strategies import Spec, automatic, parse, presets
 from hvdtrain.strategies.algorithms.synchronous import buckets
 from hvdtrain.strategies.automatic import Rule
 from hvdtrain.system import exits
@@ -102,8 +102,14 @@ class Measuring(Exchanging):
 
     # --- the choice ---------------------------------------------------------------------------------------------
 
+    @property
+    def _family(self) -> Any:
+        """The optimizer with which strategies were measured that resembles this one most."""
+        names = {each.__name__.lower() for each in type(self).__mro__}
+        return next((name for name in presets.FAMILIES if name in names), presets.UNKNOWN)
+
     def _candidates(self) -> list[Spec]:
-        exchanges = choice.candidates(self._rule, TrainConfig(framework="torch"))
+        exchanges = choice.candidates(self._rule, TrainConfig(framework="torch", optimizer=self._family))
         return [each for each in exchanges if not conflict(each, op=self._op, compressed=False, all_ranks=True)]
 
     def _chosen(self) -> Chosen:
@@ -135,7 +141,11 @@ class Measuring(Exchanging):
         watch = self._watch
         return self._steps.profile(
             script=Path(sys.argv[0]).name,
-            setup={"framework": "torch", "device": str(next(iter(self._named.values())).device)},
+            setup={
+                "framework": "torch",
+                "device": str(next(iter(self._named.values())).device),
+                "optimizer": self._family,
+            },
             shapes=[tuple(weight.shape) for weight in self._named.values()],
             batch=watch.batch() if watch else 1,
             threads=torch.get_num_threads(),

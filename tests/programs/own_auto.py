@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 import hvdtrain.torch as hvd
 from hvdtrain.comm.launch_env import launch_env
-from hvdtrain.plan import choice
+from hvdtrain.plan import choice, learning
 from hvdtrain.plan.network import Link
 
 host = f"host{launch_env().rank}"
@@ -37,8 +37,9 @@ def flat(net: torch.nn.Module) -> np.ndarray:
     return torch.cat([p.detach().reshape(-1) for p in net.parameters()]).numpy().copy()
 
 
-def wrapped(net: torch.nn.Module, strategy: str) -> Any:
-    return hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9), strategy=strategy)
+def wrapped(net: torch.nn.Module, strategy: str, adam: bool = False) -> Any:
+    sgd = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    return hvd.DistributedOptimizer(torch.optim.AdamW(net.parameters()) if adam else sgd, strategy=strategy)
 
 
 def train(net: torch.nn.Module, optimizer: Any, steps: Iterable[int]) -> int | None:
@@ -105,10 +106,21 @@ def equals_naming_the_strategy(rule: str) -> str:
     return chosen
 
 
+def depends_on_the_optimizer() -> str:
+    """With AdamW, what was measured with Adam is chosen."""
+    net = model()
+    optimizer = wrapped(net, "auto", adam=True)
+    assert train(net, optimizer, range(STEPS)) is not None
+    chosen = optimizer.state_dict()["exchange"]["strategy"]
+    assert chosen in learning.candidates("adam") and chosen not in learning.candidates("sgd"), chosen
+    return str(chosen)
+
+
 hvd.init()
 socket.gethostname = lambda: host
 exact_sums_stay()
 choice.FAST_LINK = Link.of_rate(2e5)
 found = [equals_naming_the_strategy(rule) for rule in ("auto", "auto:within=0.2")]
+found.append(depends_on_the_optimizer())
 if hvd.rank() == 0:
     print(json.dumps({"chosen": found}))

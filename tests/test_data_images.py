@@ -41,10 +41,10 @@ class Held(images.Progress):
         done += n
         if done >= hold_at > done - n:
             print("held", flush=True)
-            signal.pause()
+            signal.sigwait({signal.SIGUSR1})
 
 images.Progress = Held
-signal.signal(signal.SIGUSR1, lambda *_: None)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # one that comes early is not lost
 try:
     print(json.dumps(images.prepare(images.ImagesConfig(**json.loads(sys.argv[1])))))
 except images.Failure as failure:

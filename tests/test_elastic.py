@@ -256,7 +256,7 @@ def test_new_hosts_count_in_the_rule_for_views_once_they_are_connected() -> None
     ("flags", "said"),
     [
         (["--strategy", "allreduce"], "--elastic: a job with --strategy allreduce cannot continue"),
-        (["--strategy", "native"], "hint: use --strategy hierarchical"),
+        (["--strategy", "native"], "hint: use --strategy exact"),
         (["--strategy", "hierarchical", "--stages", "2"], "hint: use --stages 1"),
         (["--strategy", "local-sgd", "--ema", "0.9"], "hint: leave --ema out"),
     ],

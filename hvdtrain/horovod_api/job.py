@@ -139,7 +139,7 @@ def wanted(strategy: str | None = None, *, chooses: bool = False) -> Spec | None
         raise Failure(f"strategy {exchange}: {reason}", exits.BAD_CONFIG)
     if launcher == "elastic" and not exchange.capabilities.elastic:
         problem = f"--elastic: ranks with strategy {exchange} cannot continue without a lost host"
-        raise Failure(f"{problem}; hint: use {', '.join(presets.NAMES)}", exits.BAD_CONFIG)
+        raise Failure(f"{problem}; hint: use {' or '.join(presets.NAMES)}", exits.BAD_CONFIG)
     return exchange
 
 

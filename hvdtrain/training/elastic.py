@@ -42,7 +42,7 @@ def obstacle(launcher: str, exchange: Spec, config: TrainConfig) -> tuple[str, s
     if launcher != "elastic":
         return None
     if not exchange.capabilities.elastic:
-        return f"--strategy {exchange}", f"use --strategy {', '.join(presets.NAMES)}"
+        return f"--strategy {exchange}", f"use --strategy {' or '.join(presets.NAMES)}"
     if config.stages > 1:
         return f"--stages {config.stages}", "use --stages 1"
     if config.ema and exchange.capabilities.local_updates:

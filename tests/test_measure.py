@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, Cluster, document, fails, finished
+from conftest import ROOT, Cluster, fails, finished
 
 from hvdtrain import cli
 from hvdtrain.measure import PRESETS
@@ -37,12 +37,12 @@ def test_a_file_has_predictions_and_measurements_and_names_nobody(apart: Cluster
     assert [each["preset"] for each in found["presets"]] == list(PRESETS)
     folders = apart.on("a", "sh", "-c", f"echo {tmp_path}/measured-*").stdout.split()
     rows = apart.on("a", "hvdtrain", "results", "export", *folders, "--to", "json")
-    steps = {Path(row["run_dir"]).name: row["step_s"] for row in document(rows)["rows"]}
+    steps = {Path(row["run_dir"]).name: row["step_s"] for row in json.loads(rows.stdout)["rows"]}
     assert steps == {each["preset"]: each["step_s"] for each in found["presets"]} | {
         "one-host": found["one_host"]["step_s"]
     }
     exact, balanced, fast = found["presets"]
-    assert exact["bytes_per_step"] > 6 * balanced["bytes_per_step"] > 6 * fast["bytes_per_step"]
+    assert exact["bytes_per_step"] / 6 > balanced["bytes_per_step"] > fast["bytes_per_step"] > 0
     local = tmp_path / "copy.json"
     local.write_text(content)
     assert measured.text([measured.read(local)]) in done.stdout

@@ -31,7 +31,7 @@ examples:
 PRESETS = ("exact", "balanced", "fast")
 MODEL = ["--framework", "torch", "--width", "0.25", "--image-size", "32", "--seed", "1"]
 RANK_BATCH, SAMPLES = 32, 1437
-"""Samples per rank on all hosts, and those of the digits that come with hvdtrain"""
+"""Samples per rank on all hosts, and samples of hvdtrain's digits"""
 RUN_S, LEAST_STEPS, MOST_STEPS = 20.0, 6, 60
 PACKAGES = ("torch", "numpy", "hvdtrain")
 
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     document = _document(checks, planned, alone, predictions, runs, [slot.host for slot in slots])
     files.put(options.output, json.dumps(document, indent=1).encode() + b"\n", "-o FILE")
     print(measured.text([document]), end="")
-    _say(f"wrote {options.output}: it names nobody; please attach it to an issue, so that others can compare")
+    _say(f"wrote {options.output}: it has no names; please attach it to an issue, so that others can compare")
     return exits.OK
 
 
@@ -102,7 +102,7 @@ def _document(
     runs: Sequence[dict[str, Any]],
     names: Sequence[str],
 ) -> dict[str, Any]:
-    """Return what was measured. Hosts are numbered, and only chosen facts are taken over."""
+    """Return the file's content. Hosts are numbered, and only chosen facts are taken over."""
     facts = {(check["name"], check["where"]): check["facts"] for check in checks}
     packages = facts["packages", names[0]]
     hosts = []

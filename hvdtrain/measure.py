@@ -13,6 +13,7 @@ from typing import Any
 
 from hvdtrain import __version__
 from hvdtrain.results import measured
+from hvdtrain.strategies.presets import NAMES as PRESETS
 from hvdtrain.system import exits, files
 from hvdtrain.system.arguments import Parser
 from hvdtrain.system.exits import Failure
@@ -28,7 +29,6 @@ examples:
   hvdtrain measure -H a:1,b:1 -o measured.json
   hvdtrain results measured measured.json
 """
-PRESETS = ("exact", "balanced", "fast")
 MODEL = ["--framework", "torch", "--width", "0.25", "--image-size", "32", "--seed", "1"]
 RANK_BATCH, SAMPLES = 32, 1437
 """Samples per rank on all hosts, and samples of hvdtrain's digits"""
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     batch = str(RANK_BATCH * sum(slot.slots for slot in slots))
     model, hosts = [*MODEL, "--global-batch-size", batch], ["-H", options.hosts]
     strategies = [word for preset in PRESETS for word in ("--strategy", preset)]
-    doctor, plan = ["doctor", *hosts, "--json"], ["plan", "resnet", *model, *hosts, *strategies, "--json"]
+    doctor, plan = ["doctor", *hosts, "--json"], ["plan", "resnet", *model, *hosts, *strategies, "--fresh", "--json"]
     root = options.root / time.strftime("measured-%Y%m%dT%H%M%SZ", time.gmtime())
     if options.dry_run:
         print(*(f"hvdtrain {' '.join(words)}" for words in (doctor, plan)), sep="\n")
@@ -68,6 +68,8 @@ def main(arguments: Sequence[str]) -> int:
     checks = _asked(doctor, accepted=(exits.OK, exits.FAILED))["checks"]
     if failed := next((check for check in checks if check["status"] == "fail"), None):
         raise Failure(f"{failed['where']}: {failed['what']}; hint: {failed['fix']}", exits.UNREACHABLE)
+    if any(link[key] is None for link in _links(checks) for key in ("there_mbit", "back_mbit", "round_trip_ms")):
+        raise Failure(f"a link could not be measured; hint: hvdtrain doctor -H {options.hosts}", exits.UNREACHABLE)
     _say("predicting the steps")
     planned = _asked(plan)
     one, *_ = planned["networks"]
@@ -104,7 +106,7 @@ def _document(
 ) -> dict[str, Any]:
     """Return the file's content. Hosts are numbered, and only chosen facts are taken over."""
     facts = {(check["name"], check["where"]): check["facts"] for check in checks}
-    packages = facts["packages", names[0]]
+    packages = next(check["facts"] for check in checks if check["name"] == "packages")  # of this machine
     hosts = []
     for number, name in enumerate(names, start=1):
         nic = facts.get(("nic", name), {})
@@ -112,10 +114,7 @@ def _document(
         cores = facts.get(("slots", name), {}).get("cores")
         link = {key: used.get(key) for key in ("kind", "mtu_bytes", "speed_mbit")}
         hosts.append({"host": number, "cores": cores, "step_s": planned["steps_s"].get(name), **link})
-    links = [
-        {**facts, "hosts": [1 + names.index(each) for each in facts["hosts"]]}
-        for facts in (check["facts"] for check in checks if check["name"] == "speed")
-    ]
+    links = [{**link, "hosts": [1 + names.index(each) for each in link["hosts"]]} for link in _links(checks)]
     presets = [
         {
             "preset": preset,
@@ -146,6 +145,10 @@ def _document(
     }
 
 
+def _links(checks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [check["facts"] for check in checks if check["name"] == "speed"]
+
+
 def _say(words: str) -> None:
     print(f"measure: {words}", file=sys.stderr, flush=True)
 
@@ -156,10 +159,9 @@ def _run(words: Sequence[str], accepted: Sequence[int] = (exits.OK,)) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "HVDTRAIN_STRATEGY"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode not in accepted:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain")] or done.stderr.splitlines()
-        raise Failure(
-            f"{' '.join(words[:2])}: {lines[-1] if lines else f'exit code {done.returncode}'}", done.returncode
-        )
+        lines = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain: ")]
+        said = lines[-1].removeprefix("hvdtrain: ") if lines else f"it ended with {done.returncode}"
+        raise Failure(f"{' '.join(words[:2])}: {said}", done.returncode)
     return done.stdout
 
 

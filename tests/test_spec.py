@@ -84,8 +84,8 @@ def typed(name: str, settings: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nonsense", f"unknown strategy 'nonsense'; known: {', '.join(KNOWN)}"),
-        ("local-sgd+nonsense", f"unknown reducer 'nonsense'; known: {', '.join(REDUCERS)}"),
+        ("nonsense", f"unknown strategy 'nonsense' (known: {', '.join(KNOWN)})"),
+        ("local-sgd+nonsense", f"unknown reducer 'nonsense' (known: {', '.join(REDUCERS)})"),
         ("allreduce+int8", "allreduce takes no reducer; hint: these do: local-sgd"),
         ("local-sgd+int8+int4", "more than one reducer"),
         ("powersgd:rank", "rank of powersgd is ''; hint: give a whole number >= 1"),

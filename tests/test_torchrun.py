@@ -1,4 +1,4 @@
-"""`hvdtrain launch torchrun`: how hosts find each other, what ranks get, and how a job ends."""
+"""`hvdtrain launch torchrun`: how hosts find each other, what environment ranks have, and how a job ends."""
 
 from __future__ import annotations
 

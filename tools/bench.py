@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Run a benchmark: `make bench-NAME`, or tools/bench.py NAME, whose --help lists its options.
+"""Run a benchmark: `make bench-NAME`, or tools/bench.py NAME. --help after the name lists its options.
 
   loop      the training loop against a bare Horovod loop
   network   Horovod's all-reduce over slow links, under three launchers (root)
   backends  the TCP backend, Gloo and Open MPI (root)
   plan      predictions of `hvdtrain plan` against runs (root)
-  scripts   a user's script beside the workload (root)
-  trainers  an unmodified Trainer script beside DDP and its hook (root)
+  scripts   a user's script and the workload, in turn (root)
+  trainers  an unmodified Trainer script, with hvdtrain and with DDP and its hook (root)
   stages    pipeline stages, data parallelism and torch's pipelining (root)
-  coding    processor time of the reducers' coding, beside a copy
+  coding    processor time of the reducers' coding, compared with a copy
 
-Those marked (root) create virtual hosts. Each is a file, bench_NAME.py. bench_gpu.py needs no environment of hvdtrain
-and runs by itself.
+Those marked (root) create virtual hosts. Each is a file, bench_NAME.py. Run bench_gpu.py directly: it needs no
+environment of hvdtrain.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def cluster(*arguments: str) -> None:
 
 @contextlib.contextmanager
 def hosts_up(name: str, count: int, cores: float | None = None, *more: str) -> Iterator[None]:
-    """Virtual hosts a, b ..., each with so many cores, or with all. Raises Failure (77) without root."""
+    """Virtual hosts a, b ..., each with `cores` or all cores. Raises Failure (77) without root."""
     need_root("the benchmark's virtual cluster")
     share = [] if cores is None else ["--cpu-share", f"{min(cores, os.cpu_count() or 1):g}"]
     cluster("up", "--name", name, "--hosts", ",".join(NAMES[:count]), *share, *more)
@@ -94,7 +94,7 @@ def document(words: Sequence[str], **variables: str) -> Any:
 
 
 def limit_s(hosts: int, nbytes: int, rate_bit_s: float) -> float:
-    """Seconds that the network needs for an all-reduce over so many hosts."""
+    """Seconds that the network needs for an all-reduce over `hosts` hosts."""
     return all_reduce_s(nbytes, hosts, goodput_both_ways(rate_bit_s))
 
 
@@ -133,7 +133,7 @@ def options_of(about: str | None, name: str, **defaults: Any) -> Parser:
 
 
 def known(top: Parser, given: Sequence[object], choices: Sequence[object]) -> None:
-    """Exits with 2 for a word that is no choice."""
+    """Exit with 2 for a word that is not among the choices."""
     if unknown := [each for each in given if each not in choices]:
         top.error(f"unknown {unknown[0]}; hint: choose from {', '.join(map(str, choices))}")
 
@@ -143,7 +143,7 @@ def say(row: object) -> None:
 
 
 def in_turn(variants: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """Run all variants so many times, every second time in reverse order, so that drift favours none."""
+    """Run all variants `rounds` times, every second time in reverse order, so that drift favours none."""
     results: dict[str, list[T]] = {name: [] for name in variants}
     for number in range(rounds):
         for name in list(variants)[:: 1 - 2 * (number % 2)]:

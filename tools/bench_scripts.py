@@ -1,4 +1,4 @@
-"""A user's script beside the workload: the same model, data, batches and strategy, step by step.
+"""A user's script compared with the workload: the same model, data, batches and strategy, step by step.
 
     sudo make bench-scripts BENCH_ARGS='--rates 10mbit --hosts 2 --rounds 2'
 
@@ -31,7 +31,7 @@ BATCH, TRAINING_IMAGES, CORES = 32, 1437, 0.45
 
 
 def step_s(options: Any, framework: str, hosts: int, strategy: str, variant: str) -> float:
-    """Run the script, or the workload with so many buckets, and return the median seconds of a step."""
+    """Run the script, or the workload with `variant` buckets, and return the median seconds of a step."""
     epochs = str(math.ceil(hosts * BATCH * options.steps / TRAINING_IMAGES))
     extra = {"HVDTRAIN_STRATEGY": strategy, "HVDTRAIN_RECORD": "0"}
     extra |= {"HVDTRAIN_BUCKETS": variant} if variant.isdecimal() else {}

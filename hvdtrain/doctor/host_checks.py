@@ -245,18 +245,18 @@ def same_code(where: str, facts: Facts, here: Facts, folder: str) -> Check:
 
 
 def same_paths(where: str, facts: Facts, here: Facts) -> list[Check]:
-    """Compare what the job reads with this machine's files, by number and bytes."""
+    """Check that the files of a job are there, and compare them with this machine's, by number and bytes."""
     checks = []
     for path, there in facts["paths"].items():
         own, top = here["paths"][path], "/" if path.startswith("/") else here["folder"]
-        fix = shlex.join(["rsync", "-aR", path, f"{where}:{top}"])
         data = {"path": path, "there": there, "here": own}
-        status, what = OK, f"{path} is the same as here"
-        if there is None or own is None:
-            status, what = FAIL, f"{path} is missing" + (" on this machine" if own is None else "")
+        status, fix = OK, ""
+        what = f"{path} is missing" if there is None else f"{path}: {there[0]:,} bytes in {there[1]:,} files"
+        if own is None:
+            status, fix = FAIL if there is None else OK, "check the path" if there is None else ""
         elif there != own:
-            status, what = WARN, f"{path} has {there[1]} files, {there[0]:,} bytes; here {own[1]}, {own[0]:,}"
-        fix = "" if status == OK else "give a path that exists" if own is None else fix
+            status, fix = FAIL if there is None else WARN, shlex.join(["rsync", "-aR", path, f"{where}:{top}"])
+            what += f"; on this machine {own[0]:,} bytes in {own[1]:,}" if there else ""
         checks.append(Check(name="path", status=status, where=where, what=what, fix=fix, facts=data))
     return checks
 

@@ -1,7 +1,7 @@
 """`hvdtrain hosts prepare`: copy this environment and a folder to the other hosts of a job, to the same paths.
 
 A copied environment runs where the system, the C library and Python are alike, so `unlike` compares those first. Only
-what a host lacks or has otherwise is sent, by rsync, or by tar where that is missing. Nothing is deleted anywhere.
+files that are missing or differ there are sent, by rsync or, without it, by tar. Nothing is deleted anywhere.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ def everything(folder: Path) -> dict[str, State]:
 
 
 def sources(folder: Path) -> tuple[dict[str, State], str]:
-    """(as `everything`, without what belongs to one machine or is too big; the line that says what is missing).
+    """Return the files of a project, as `everything`, and a line that names the files that are left out.
 
     Raises Failure (2) for a folder that holds more than a project.
     """
     if Path.home().is_relative_to(folder):
         what = f"{folder} holds your whole home folder, which is not copied"
-        raise Failure(f"{what}; hint: put the script into a folder of its own", exits.USAGE)
+        raise Failure(f"{what}; hint: move the script into a separate folder", exits.USAGE)
     listed = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     paths, why = walk(folder), ""
     with contextlib.suppress(OSError):
@@ -146,7 +146,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def copy(host: str, folder: Path, here: Mapping[str, State], *, dry_run: bool = False) -> str:
-    """Bring files of a folder to the same path on a host, if they differ there. Returns what was done.
+    """Bring files of a folder to the same path on a host, if they differ there. Returns a line about it.
 
     Raises Failure: 69 if the host does not answer, 74 if it has too little space, 1 if rsync or tar fails.
     """

@@ -80,6 +80,7 @@ def parser() -> Parser:
     top.add_argument("--global-batch-size", type=int, metavar="N", help="samples of a step (default: it grows)")
     top.add_argument("--cores", type=float, metavar="N", help="cores of each host (default: this machine's)")
     top.add_argument("--strategy", action="append", metavar="S", help="predict this one; give it again for more")
+    top.add_argument("--fresh", action="store_true", help="profile again, for example after other work has ended")
     top.add_argument("--json", action="store_true", help="print one JSON document")
     top.set_defaults(pilot=True)
     return top

@@ -90,7 +90,7 @@ class Profiler(profiled.Observer):
         config, key = self._with_batch(job.run.config), profiled.key(job)
         batches = [global_batch(config, count * ranks) // (count * ranks) for count in {1, *self._counts}]
         sizes = profile.sizes_of(batches, len(job.dataset.train))
-        kept = None if self._is_script else profile.cached(key)
+        kept = None if self._options.fresh or self._is_script else profile.cached(key)
         if kept is None or kept.points[0].batch > min(sizes) or kept.points[-1].batch < max(sizes):
             print(f"profiling {job.workload.model.title} with {sizes} samples per step", file=sys.stderr, flush=True)
             keep_heap()

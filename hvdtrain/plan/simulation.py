@@ -154,8 +154,7 @@ class _Simulation:
         return self._events.setdefault(key, self.env.event())
 
     def _compute(self, index: int, node: Node, processor: Processor) -> Generator[Any, Any, None]:
-        traffic = self.traffic
-        used = min(node.threads, node.cores)
+        traffic, used = self.traffic, min(node.threads, node.cores)
         for step, drawn in enumerate(self._draws(index)):
             number, rest = divmod(step + 1, traffic.every)
             due = not rest and bool(traffic.messages)

@@ -236,9 +236,9 @@ def _component(text: str, word: str, known: Sequence[str], kind: str) -> Compone
     """Resolve one of the `known` names with its settings; failures quote the whole string."""
     name, _, settings = word.partition(":")
     if name not in known:
-        others = f"; hint: a preset: {', '.join([*presets.NAMES, automatic.NAME])}" if kind == "strategy" else ""
+        others = f"; hint: try a preset: {', '.join([*presets.NAMES, automatic.NAME])}" if kind == "strategy" else ""
         suggested = near(name, [*known, *presets.NAMES] if others else known)
-        raise error(text, f"unknown {kind} {name!r}{suggested}; known: {', '.join(known)}{others}")
+        raise error(text, f"unknown {kind} {name!r}{suggested} (known: {', '.join(known)}){others}")
     try:
         return component(name, settings)
     except Failure as failure:

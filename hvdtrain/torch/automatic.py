@@ -138,14 +138,10 @@ class Measuring(Exchanging):
 
     def _profile(self) -> Profile:
         assert self._steps is not None
-        watch = self._watch
+        watch, device = self._watch, str(next(iter(self._named.values())).device)
         return self._steps.profile(
             script=Path(sys.argv[0]).name,
-            setup={
-                "framework": "torch",
-                "device": str(next(iter(self._named.values())).device),
-                "optimizer": self._family,
-            },
+            setup={"framework": "torch", "device": device, "optimizer": self._family},
             shapes=[tuple(weight.shape) for weight in self._named.values()],
             batch=watch.batch() if watch else 1,
             threads=torch.get_num_threads(),

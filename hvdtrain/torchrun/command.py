@@ -157,9 +157,11 @@ def main(arguments: list[str]) -> int:
     total, names = sum(slot.slots for slot in found), ", ".join(slot.host for slot in found)
     over = f" over {plan.interface}" if plan.interface else ""
     say(f"{total} rank{'s' * (total > 1)} on {names}{over}, strategy {strategy}")
-    addresses = [at for at in plan.command[4].split(",") if not net.is_own(at)]
-    if options.nic and (others := [at for at in addresses if net.route_device(at) != options.nic]):
-        say(f"output and -x variables do not go over {options.nic}; hint: -H with the addresses on it, not {others[0]}")
+    others = [at for slot in found if not net.is_own(at := address_of(slot.host))] if options.nic else []
+    if outside := [at for at in others if net.route_device(at) != options.nic]:
+        say(
+            f"output and -x variables do not go over {options.nic}; hint: -H with the addresses on it, not {outside[0]}"
+        )
     if plan.interface and (missing := left_out(os.environ, plan.passed)):
         listed = textwrap.shorten(", ".join(missing), 36, placeholder=" ...")
         say(f"-x NAME passes what other hosts do not get: {listed}")

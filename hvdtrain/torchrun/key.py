@@ -1,6 +1,6 @@
-"""The job key on its way from the launcher to the hosts: over ssh, beside mpirun.
+"""The job key on its way from the launcher to the hosts: over ssh, in parallel to mpirun.
 
-mpirun starts the ranks of each host, but what it sends them is not encrypted. So the launcher also starts `serve` on
+mpirun starts the ranks of each host, but its messages to them are not encrypted. So the launcher also starts `serve` on
 each host, and writes the key to its standard input. There `receive` fetches it through a socket of that host alone,
 which has no file (unix(7), abstract). Both ends check that the other is a process of the same user.
 """

@@ -136,4 +136,4 @@ def test_a_job_with_sync_runs_what_the_launchers_host_has(apart: Cluster, projec
 def test_a_home_folder_is_never_copied() -> None:
     for folder in ("/", str(Path.home())):
         words = ("-H", "localhost:1,192.0.2.1:1", "--folder", folder)
-        refused("cli", "hosts", "prepare", *words, code=2, said="a folder of its own")
+        refused("cli", "hosts", "prepare", *words, code=2, said="separate folder")

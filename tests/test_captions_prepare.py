@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from conftest import LIMIT_S, ROOT, environment, fails
 from PIL import Image
@@ -74,15 +73,6 @@ def kaggle(root: Path, captions: Told) -> Path:
     return root
 
 
-def columns(root: Path, captions: Told) -> Path:
-    """A table with other columns, as pandas writes it."""
-    table(root, captions)
-    (root / "captions.txt").unlink()
-    rows = [(name, n, text) for name, texts in captions.items() for n, text in enumerate(texts)]
-    pd.DataFrame(rows, columns=["filename", "number", "caption"]).to_csv(root / "captions.csv")
-    return root
-
-
 def coco(root: Path, captions: Told) -> Path:
     """COCO's two folders and files, with other annotations beside them."""
     (root / "annotations").mkdir(parents=True)
@@ -111,7 +101,7 @@ def references(dataset: CaptionDataset) -> dict[str, tuple[str, ...]]:
 # Good inputs.
 
 
-@pytest.mark.parametrize("make", [flickr, table, kaggle, columns, coco])
+@pytest.mark.parametrize("make", [flickr, table, kaggle, coco])
 def test_every_format_gives_the_same_captions(tmp_path: Path, make: Callable[[Path, Told], Path]) -> None:
     captions = told()
     make(tmp_path / "in", captions)
@@ -164,21 +154,6 @@ def test_the_official_lists_decide(tmp_path: Path) -> None:
         assert sorted(Path(name).name for name in part.names) == expected
     assert made["split"] == "the source's" and made["source"]["images_in_no_part"] == 3
     assert made["bad_samples"] == [] and made["source"]["crlf_lines"] == 9
-
-
-def test_a_column_of_a_table_decides(tmp_path: Path) -> None:
-    parts = ("Train", "restval", "Validation", "test", "train", "unheard")
-    source = table(tmp_path / "in", told())
-    (source / "captions.txt").unlink()
-    rows = [f"{name};{parts[n % 6]};{texts[0]}\n" for n, (name, texts) in enumerate(told().items())]
-    (source / "captions.csv").write_text("".join(["image;split;caption\n", *rows]))
-    made = prepare(config(tmp_path))
-    dataset = open_captions(tmp_path / "out")
-    found = (dataset.train, dataset.validation, dataset.test)
-    kinds = [{int(Path(name).stem[1:]) % 6 for name in part.names} for part in found]
-    assert kinds == [{0, 1, 4}, {2}, {3}] and made["source"]["images_in_no_part"] == 2
-    (source / "captions.csv").write_text("".join(["image;split;caption\n", *rows]).replace(";test;", ";third;"))
-    fails(lambda: prepare(config(tmp_path, destination=str(tmp_path / "b"))), BAD_DATA, "no images for test", "'third'")
 
 
 def test_the_seed_decides_and_nothing_else(tmp_path: Path) -> None:

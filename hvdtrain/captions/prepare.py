@@ -111,11 +111,8 @@ def _finish(config: CaptionsConfig, source: Source, tree: Tree, result: Path, ba
     images = [{"name": tree.files[row], "captions": source.captions[tree.files[row]]} for row in good]
     write_json(result / "captions.json", {"schema": SCHEMA, "images": images})
     write_json(result / "vocabulary.json", _vocabulary(config, source, tree, good).as_json())
-    names = {name: "samples.npy" if name == "images.npy" else name for name in FILES}
-    index = seal(result, {"schema": SCHEMA, **described}, names)
-    (result / "samples.npy").rename(result / "images.npy")  # last, since a restart looks for the old name
-    files.sync(result)
-    return index
+    (result / "samples.npy").rename(result / "images.npy")
+    return seal(result, {"schema": SCHEMA, **described}, FILES)
 
 
 def _vocabulary(config: CaptionsConfig, source: Source, tree: Tree, rows: NDArray[np.int64]) -> Vocabulary:
@@ -133,7 +130,6 @@ def _describe(config: CaptionsConfig, source: Source, tree: Tree, rows: NDArray[
         if not images:
             message, hint = f"{tree.root}: no images for {part}", "add images, or change --split"
             if source.parts is not None:
-                message += "".join(f", but some for {word!r}" for word in sorted(source.unknown_parts)[:3])
                 hint = "the source's split must name images for train, val and test"
             raise Failure(f"{message}; hint: {hint}", BAD_DATA)
         words = [word for sentences in images for sentence in sentences for word in sentence.split()]

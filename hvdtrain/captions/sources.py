@@ -1,12 +1,10 @@
-"""Read captions and images in three formats; the first format that is found is used.
+"""Read captions and images in the forms of Flickr8k, Flickr30k and COCO; the first that is found is used.
 
   1. `Flickr8k.token.txt`, or Flickr30k's `results_20130124.token`: lines `name.jpg#0<TAB>sentence`. Flickr8k's official
      split is optional: all of `Flickr_8k.trainImages.txt`, `Flickr_8k.devImages.txt` and `Flickr_8k.testImages.txt`,
      with one image per line.
-  2. `captions.txt`, `captions.csv` or Flickr30k's `results.csv`: a table with a header, separated by commas,
-     semicolons, tabs or bars. The columns `image` (or `image_name`, `file_name`, `filename`) and `caption` (or
-     `comment`, `sentence`) are read, and `split` (`train`, `val`, `test` or Karpathy's `restval`); others are left out.
-     In a table with commas, sentences with commas are in double quotes.
+  2. Later copies of both: `captions.txt` or `captions.csv` with the header `image,caption`, in which sentences with
+     commas are in double quotes, or Flickr30k's `results.csv` with the header `image_name| comment_number| comment`.
   3. `captions_*.json` in COCO's form, all of these files together: `{"images": [{"id": 9, "file_name": "a.jpg"}, ...],
      "annotations": [{"image_id": 9, "caption": "A dog ."}, ...]}`. The split is not read from the files' names.
 
@@ -31,21 +29,16 @@ import msgspec
 
 from hvdtrain.captions.vocabulary import clean
 from hvdtrain.data.prepared import CONTROL
-from hvdtrain.data.tree import PART_WORDS, SUFFIXES, walk
+from hvdtrain.data.tree import SUFFIXES, walk
 from hvdtrain.system import files
 from hvdtrain.system.exits import BAD_DATA, IO_ERROR, NO_PERMISSION, Failure
 
 TOKENS = ("Flickr8k.token.txt", "results_20130124.token")
 TABLES = ("captions.txt", "captions.csv", "results.csv")
 COCO = "captions_*.json"
-COLUMNS = {
-    **dict.fromkeys(("image", "image_name", "file_name", "filename"), "image"),
-    **dict.fromkeys(("caption", "comment", "sentence"), "caption"),
-    "split": "split",
-}
+COLUMNS = {"image": "image", "image_name": "image", "caption": "caption", "comment": "caption"}
 """Name in the header of a table -> meaning of the column"""
 LISTS = ("Flickr_8k.trainImages.txt", "Flickr_8k.devImages.txt", "Flickr_8k.testImages.txt")  # order of PARTS
-KARPATHY = {**PART_WORDS, "restval": 0}
 SOURCE_BYTES = 1024 * files.MIB  # forty times the size of COCO's captions
 
 
@@ -66,8 +59,6 @@ class Source:
     non_ascii_captions: int = 0
     unassigned_images: int = 0
     """Number of usable images that the source assigns to no part; they are skipped."""
-    unknown_parts: set[str] = field(default_factory=set)
-    """Words of these images in the column `split`."""
     ignored: list[str] = field(default_factory=list)
     """Hidden and system files."""
     digest: str = ""
@@ -81,7 +72,6 @@ class Line:
     where: str
     image: str
     text: str
-    part: str | None = None
 
 
 class CocoImage(msgspec.Struct):
@@ -131,25 +121,22 @@ class _Reader:
                 self.digest.update(os.fsencode(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0"))
                 if reason := reason or ("a control character in its name" if CONTROL.search(path) else ""):
                     self.refused[path] = reason
-        cut = self._captions()
+        self._captions()
         source = self.source
         if not source.captions:
             place, reason = next(iter(source.problems.items()), (source.file, "no captions in it"))
             message = f"no image below {self.root} has a usable caption"
             raise Failure(f"{self.root / place}: {reason}; {message}", BAD_DATA)
-        source.parts = self._official() if Path(source.file).name == TOKENS[0] else (cut or None)
+        source.parts = self._official() if Path(source.file).name == TOKENS[0] else None
         if source.parts is not None:
-            cut = {image: part for image, part in source.parts.items() if part >= 0}
-            source.unassigned_images = len(source.captions.keys() - cut.keys())
-            source.captions = {image: source.captions[image] for image in cut}
-            source.parts = cut
+            source.unassigned_images = len(source.captions.keys() - source.parts.keys())
+            source.captions = {image: source.captions[image] for image in source.parts}
         source.digest = self.digest.hexdigest()
         return source
 
-    def _captions(self) -> dict[str, int]:
-        """Separates captions from problems; returns the parts that are given with captions, -1 for unknown parts."""
+    def _captions(self) -> None:
+        """Separates captions from problems."""
         source = self.source
-        cut: dict[str, int] = {}
         first: dict[tuple[str, str], str] = {}
         named: set[str] = set()
         for line in self._lines():
@@ -169,15 +156,10 @@ class _Reader:
             first[image, words] = line.where
             source.non_ascii_captions += not line.text.isascii()
             source.captions.setdefault(image, []).append(words)
-            if line.part is not None:
-                cut[image] = KARPATHY.get(line.part.lower(), -1)
-                if cut[image] < 0:
-                    source.unknown_parts.add(line.part)
         for paths in self.files.values():
             for path in paths:
                 if path.lower().endswith(SUFFIXES) and path not in named:
                     source.problems[path] = "an image without a caption"
-        return cut
 
     def _candidates(self, name: str) -> list[str]:
         """All files with the same last path component."""
@@ -240,7 +222,7 @@ class _Reader:
     def _table(self) -> Iterator[Line]:
         lines = self._text(self.source.file)
         _, header = next(lines, ("", ""))
-        separator = max("|;\t,", key=header.count)
+        separator = "|" if "|" in header else ","
         meanings = [COLUMNS.get(word.strip(' "').lower(), "") for word in header.split(separator)]
         if meanings.count("image") != 1 or meanings.count("caption") != 1:
             where = f"{self.root / self.source.file}:1"
@@ -256,7 +238,7 @@ class _Reader:
                 continue
             found = {meaning: field.strip() for meaning, field in zip(meanings, fields, strict=False)}
             if len(fields) == len(meanings) and found["image"]:
-                yield Line(where=where, image=found["image"], text=found["caption"], part=found.get("split"))
+                yield Line(where=where, image=found["image"], text=found["caption"])
             else:
                 hint = "put a sentence with commas in double quotes"
                 self.source.problems[where] = f"{len(fields)} fields instead of {len(meanings)}; hint: {hint}"

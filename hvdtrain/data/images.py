@@ -220,7 +220,7 @@ def _finish(config: ImagesConfig, tree: Tree, result: Path, bad: Bad) -> dict[st
     order, table = tree.split(good, config.shares)
     drop_bad_rows(result / "samples.npy", config, good[order])
     np.save(result / "labels.npy", tree.labels[good][order])
-    return seal(result, {"schema": SCHEMA, **_describe(config, tree, table, bad)}, {name: name for name in FILES})
+    return seal(result, {"schema": SCHEMA, **_describe(config, tree, table, bad)}, FILES)
 
 
 def drop_bad_rows(array: Path, config: ImageOptions, rows: NDArray[np.int64]) -> None:

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -80,13 +80,13 @@ def making(destination: Path) -> Iterator[Path]:
             shutil.rmtree(unfinished)
 
 
-def seal(result: Path, about: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Writes the index: `about`, and size and SHA-256 of the files. `names` maps listed names to actual ones."""
+def seal(result: Path, about: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Writes the index: `about`, and size and SHA-256 of the files with these names."""
     index: dict[str, Any] = {**about, "files": {}}
-    for listed, name in names.items():
+    for name in names:
         with (result / name).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-            index["files"][listed] = {"bytes": file.tell(), "sha256": digest}
+            index["files"][name] = {"bytes": file.tell(), "sha256": digest}
         files.sync(result / name)
     write_json(result / "index.json", index)
     files.sync(result)

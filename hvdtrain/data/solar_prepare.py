@@ -93,7 +93,7 @@ def prepare(config: SolarConfig) -> dict[str, Any]:
         return {**_written(config, paths, None), "destination": str(destination), "dry_run": True, "schema": SUMMARY}
     with making(destination) as result:
         about = _written(config, paths, result)
-        index = seal(result, {"schema": SCHEMA, **about}, {name: name for name in ("times.npy", "readings.npy")})
+        index = seal(result, {"schema": SCHEMA, **about}, ("times.npy", "readings.npy"))
     return {**index, "destination": str(destination), "schema": SUMMARY}
 
 

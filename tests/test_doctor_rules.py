@@ -91,7 +91,11 @@ def test_a_pair_that_looks_slow_or_uneven_is_measured_again_and_the_best_counts(
     }
     monkeypatch.setattr(link_checks, "measure", lambda one, other, address: rates[one, address].pop(0))
     names = "abc"
-    tried = {(one, other): [{"result": "open", "round_trip_ms": 0.2}] for one in names for other in names}
+    tried = {
+        (one, other): [{"result": "open", "round_trip_ms": 0.2, "slow_round_trip_ms": 0.3}]
+        for one in names
+        for other in names
+    }
     results: list[checks.Check] = []
     said = {"a": 1000, "b": 1000, "c": None}
     link_checks.speeds({name: name for name in names}, {name: name for name in names}, tried, said, str, results.append)
@@ -142,9 +146,11 @@ def test_the_interface_is_the_given_one_or_the_one_that_ssh_uses() -> None:
 
 
 def test_what_interfaces_say_is_compared_with_the_rate_and_with_other_interfaces() -> None:
-    slow = link_checks.judge_speed("a", "b", 410.0, 420.0, 0.2, 2, 1000)
+    slow = link_checks.judge_speed("a", "b", 410.0, 420.0, (0.2, 0.3), 2, 1000)
     assert (slow.status, slow.facts["nic_mbit"]) == ("warn", 1000) and "1.0 Gbit/s" in slow.what
-    assert link_checks.judge_speed("a", "b", 930.0, 935.0, 0.2, 2, 1000).status == "ok"
+    assert link_checks.judge_speed("a", "b", 930.0, 935.0, (0.2, 0.3), 2, 1000).status == "ok"
+    unsteady = link_checks.judge_speed("a", "b", 930.0, 935.0, (2.0, 45.0), 2, 1000)
+    assert unsteady.status == "warn" and "45 ms" in unsteady.what and "cable" in unsteady.fix
     speeds = {"docker0": None, "eth0": 1000, "ib0": 10_000}
     host = facts(interfaces=[{**each, "speed_mbit": speeds[each["name"]]} for each in NICS])
     eth0, ib0 = host["interfaces"][1:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -84,14 +85,30 @@ def test_a_host_gets_what_it_lacks_and_keeps_what_it_has(apart: Cluster, project
     assert {rank["host"]: rank["value"] for rank in ranks} == {"a": 1, "b": 1}, job.stderr
 
 
-def test_a_host_without_the_same_python_gets_nothing_but_the_way_to_it(apart: Cluster, project: Path) -> None:
-    assert apart.on("b", "mount", "--bind", "/dev/null", PYTHON).returncode == 0
+def test_where_a_copy_would_not_run_the_environment_is_made_or_the_way_to_it_is_said(
+    apart: Cluster, project: Path
+) -> None:
+    hidden = [
+        python for name in ("python3", "python3.11", "python3.12", "python3.13") if (python := shutil.which(name))
+    ]
+    hidden = sorted({PYTHON, *(str(Path(each).resolve()) for each in hidden), "/usr/bin/python3"} - {sys.executable})
+    setup = Path(__file__).parents[1] / "tools" / "setup.sh"
+    assert apart.on("b", "rm", str(setup)).returncode == 0
+    for each in hidden:
+        assert apart.on("b", "mount", "--bind", "/dev/null", each).returncode == 0
     try:
         done = prepare(apart, project)
+        nothing = apart.on("b", "ls", str(project)).returncode and apart.on("b", "ls", str(setup)).returncode
+        installing = prepare(apart, project, "--install")
+        there = apart.on("b", "ls", str(setup), str(project / "train.py"))
     finally:
-        apart.on("b", "umount", PYTHON)
-    assert done.returncode == 1 and re.search(r"b: .*python.* is missing, not Python .*hint: .*make", done.stdout)
-    assert apart.on("b", "ls", str(project)).returncode
+        for each in hidden:
+            apart.on("b", "umount", each)
+    assert done.returncode == 1 and re.search(r"b: .*python.* is missing, not Python .*hint: .*--install", done.stdout)
+    assert nothing
+    # as far as it comes without any Python
+    assert installing.returncode == 1 and there.returncode == 0, installing.stderr
+    assert "setup: python3" in installing.stderr and "tools/setup.sh ended with 2" in installing.stderr
 
 
 def test_what_the_doctor_says_to_a_host_that_lacks_the_folder_is_a_line_to_paste(apart: Cluster, project: Path) -> None:

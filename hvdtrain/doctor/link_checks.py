@@ -20,6 +20,8 @@ UNEVEN = 2.0
 SHARE_OF_NIC = 0.5
 """A link that carries less than this share of its interfaces' speed has a bad cable, or something slow between"""
 FAR_MS = 10.0
+UNSTEADY_MS = 5.0
+"""Round trips that differ by more than this wait for the air, or for other traffic"""
 ALL_PAIRS_UP_TO = 8
 """More hosts than this are measured along a ring, the path of an all-reduce."""
 ONE_STREAM_MBIT = 10_000
@@ -103,9 +105,11 @@ def is_open(results: Sequence[Mapping[str, Any]]) -> bool:
     return all(result["result"] == "open" for result in results)
 
 
-def round_trip_ms(results: Sequence[Mapping[str, Any]]) -> float | None:
-    """The shortest of the median round trips to the open ports. None if no port was open."""
-    return min((result["round_trip_ms"] for result in results if "round_trip_ms" in result), default=None)
+def round_trips_ms(results: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
+    """The shortest of the median round trips to the open ports, and what four of five took at most there. None if no
+    port was open."""
+    opened = [each for each in results if "round_trip_ms" in each]
+    return min(((each["round_trip_ms"], each["slow_round_trip_ms"]) for each in opened), default=None)
 
 
 # --- speed -----------------------------------------------------------------------------------------------------------
@@ -156,7 +160,7 @@ def speeds(
             for pair, (there, back) in zip(doubtful, both_ways(doubtful), strict=True):
                 rates[pair] = better(rates[pair][0], there), better(rates[pair][1], back)
             for a, b in pairs:
-                report(judge_speed(a, b, *rates[a, b], round_trip_ms(tried[a, b]), len(hosts), said[a, b]))
+                report(judge_speed(a, b, *rates[a, b], round_trips_ms(tried[a, b]), len(hosts), said[a, b]))
 
 
 def better(one: float | str, other: float | str) -> float | str:
@@ -169,20 +173,22 @@ def judge_speed(
     b: str,
     there: float | str,
     back: float | str,
-    delay_ms: float | None,
+    trips_ms: tuple[float, float] | None,
     hosts: int,
     nic_mbit: float | None = None,
 ) -> Check:
-    """Judge a pair of hosts by both rates, the delay and the speed of the slower interface, if it is known.
+    """Judge a pair of hosts by both rates, its round trips and the speed of the slower interface, if it is known.
 
-    A rate that could not be measured is an error message.
+    A rate that could not be measured is an error message. `trips_ms`: see `round_trips_ms`.
     """
     where = f"{a} <-> {b}"
+    delay_ms, slow_ms = trips_ms or (None, None)
     data = {
         "hosts": [a, b],
         "there_mbit": there if isinstance(there, float) else None,
         "back_mbit": back if isinstance(back, float) else None,
         "round_trip_ms": delay_ms,
+        "slow_round_trip_ms": slow_ms,
         "nic_mbit": nic_mbit,
     }
     for way, result in ((f"{a} to {b}", there), (f"{b} to {a}", back)):
@@ -191,10 +197,12 @@ def judge_speed(
             fix = "run the doctor again; if that fails too, compare with a smaller MTU: ip link set DEV mtu 1400"
             return Check(name="speed", status=WARN, where=where, what=what, fix=fix, facts=data)
     assert isinstance(there, float) and isinstance(back, float)
-    what = f"{show_rate(there)} there, {show_rate(back)} back"
+    what, slowest, fixes = f"{show_rate(there)} there, {show_rate(back)} back", min(there, back), list[str]()
     if delay_ms is not None:
         what += f", {delay_ms:.2g} ms round trip"
-    slowest, fixes = min(there, back), []
+    if delay_ms is not None and slow_ms is not None and slow_ms - delay_ms > UNSTEADY_MS:
+        what += f", but one of five takes {slow_ms:.2g} ms or more: Wi-Fi, or other traffic"
+        fixes.append("use a cable, or a strategy that waits seldom (--strategy fast)")
     if nic_mbit and slowest < SHARE_OF_NIC * min(nic_mbit, ONE_STREAM_MBIT):
         what += f"; the interfaces have {show_rate(nic_mbit)}"
         fixes.append("check throttles, the cables, the switch's port and the load of the link (ethtool, iperf3)")

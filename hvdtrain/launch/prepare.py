@@ -33,6 +33,7 @@ ignores, results/ and files above 100 MB. It copies and overwrites what differs,
 examples:
   hvdtrain hosts prepare -H a:1,b:1 --dry-run      # what each host lacks, and how much would be copied
   hvdtrain hosts prepare -H a:1,b:1
+  hvdtrain hosts prepare -H a:1,b:1 --install      # where a copy would not run, make the environment there
   hvdtrain hosts prepare --hostfile hosts.txt --folder ~/project
 """
 MOST_BYTES = 100e6
@@ -41,6 +42,10 @@ MARK = b"@hvdtrain "
 ABOUT = """echo "@system=$(uname -sm)"
 echo "@libc=$(getconf GNU_LIBC_VERSION 2>/dev/null)"
 echo "@python=$("$1" -c 'import platform; print(platform.python_version())' 2>/dev/null)"
+model=$(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo 2>/dev/null | head -n 1)
+echo "@processor=${model:-processor}, $(getconf _NPROCESSORS_ONLN) cores"
+gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -n 1)
+echo "@gpu=${gpu:-no NVIDIA GPU}"
 """
 """Prints facts about a host, which may have no Python"""
 LISTING = """path=$1
@@ -62,6 +67,9 @@ def parser() -> Parser:
     top.add_argument("-H", "--hosts", metavar="a:1,b:1", help="hosts, as for the launchers")
     top.add_argument("--hostfile", type=Path, metavar="FILE", help="file with one `host slots=2` per line")
     top.add_argument("--folder", type=Path, default=Path(), metavar="DIR", help="folder of the script (default: .)")
+    top.add_argument(
+        "--install", action="store_true", help="run tools/setup.sh on hosts where this one's would not run"
+    )
     top.add_argument("--dry-run", action="store_true", help="say what would be copied, and copy nothing")
     return top
 
@@ -124,11 +132,15 @@ def on(host: str, script: str, *words: str) -> bytes:
     return done.stdout
 
 
-def unlike(host: str) -> str | None:
-    """Why this environment would not run on a host. None if it would."""
+def about(host: str) -> dict[str, str]:
+    """What ABOUT prints on a host. Raises Failure (69)."""
+    lines = on(host, ABOUT, str(Path(sys.executable).resolve())).decode(errors="replace").splitlines()
+    return dict(line[1:].partition("=")[::2] for line in lines if line.startswith("@"))
+
+
+def unlike(there: Mapping[str, str]) -> str | None:
+    """Why this environment would not run on a host, of which `about` has told. None if it would."""
     python = Path(sys.executable).resolve()
-    lines = on(host, ABOUT, str(python)).decode(errors="replace").splitlines()
-    there = dict(line[1:].partition("=")[::2] for line in lines if line.startswith("@"))
     system, version = f"{platform.system()} {platform.machine()}", platform.python_version()
     if there["system"] != system:
         return f"it is {there['system']}, not {system}"
@@ -221,21 +233,37 @@ def main(arguments: list[str]) -> int:
     if not any(package.is_relative_to(place) for place in places):  # the environment refers to a checkout elsewhere
         places[package] = everything(package)
     code = exits.OK
+    checkout = CHECKOUT if Path(sys.prefix, "hvdtrain-setup").exists() else None
     for name in names:
-        if problem := unlike(name):
-            code = exits.FAILED
-            print(f"{name}: {problem}, so this environment would not run there; {instead(name)}")
-            continue
-        for place, here in places.items():
+        there = about(name)
+        print(f"{name}: {there['processor']}; {there['gpu']}", file=sys.stderr, flush=True)
+        chosen = places
+        if problem := unlike(there):
+            fix = f"make an environment with the same packages at {sys.prefix} there"
+            fix = f"add --install, which runs {checkout}/tools/setup.sh there" if checkout else fix
+            print(f"{name}: {problem}, so this environment would not run there", end="", flush=True)
+            if not (options.install and checkout):
+                code = exits.FAILED
+                print(f"; hint: {fix}")
+                continue
+            print(": installing one there")
+            chosen = {checkout: sources(checkout)[0], folder: project}
+        for place, here in chosen.items():
             print(copy(name, place, here, dry_run=options.dry_run), flush=True)
+        if problem and not options.dry_run:
+            install(name)
     return code
 
 
-def instead(host: str) -> str:
-    """What to do on a host to which the environment cannot be copied."""
-    if (CHECKOUT / "tools" / "setup.sh").exists():
-        return f"hint: clone this repository to {CHECKOUT} there, then: ssh {host} make -C {CHECKOUT} setup"
-    return f"hint: make an environment with the same packages at {sys.prefix} there"
+def install(host: str) -> None:
+    """Make the environment on a host, from the checkout that was copied there. Raises Failure (1)."""
+    frameworks, _, extent, *_ = [*Path(sys.prefix, "hvdtrain-setup").read_text().split(), "", "", ""]
+    like_here = ["--demo"] * (extent == "demo") + [frameworks] * (frameworks not in ("any", ""))
+    setup = [str(CHECKOUT / "tools" / "setup.sh"), *like_here]
+    done = subprocess.run(ssh.command(host, setup, "-T"), stdin=subprocess.DEVNULL)
+    if done.returncode:
+        what = f"host {host}: tools/setup.sh ended with {done.returncode}"
+        raise Failure(f"{what}; hint: see the lines above, and run this again")
 
 
 if __name__ == "__main__":

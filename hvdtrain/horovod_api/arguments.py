@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from hvdtrain.horovod_api.arithmetic import Op
 from hvdtrain.strategies import Spec
 
@@ -19,3 +22,21 @@ def conflict(exchange: Spec, *, op: int, compressed: bool, all_ranks: bool, loss
     if loss_scaling and exchange.capabilities.has_residual:
         return "loss scaling would make the gradients that it keeps infinite; hint: use mixed_bfloat16"
     return ""
+
+
+def compressors(halved: Callable[[Any], tuple[Any, Any]], restored: Callable[[Any, Any], Any]) -> Any:
+    """`hvd.Compression`: `none` sends tensors as they are, `fp16` floating-point tensors as float16."""
+
+    class none:
+        @staticmethod
+        def compress(tensor: Any) -> tuple[Any, Any]:
+            return tensor, None
+
+        @staticmethod
+        def decompress(tensor: Any, ctx: Any) -> Any:
+            return tensor
+
+    class fp16:
+        compress, decompress = staticmethod(halved), staticmethod(restored)
+
+    return type("Compression", (), {"none": none, "fp16": fp16})

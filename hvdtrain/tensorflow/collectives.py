@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.horovod_api import functions, job
+from hvdtrain.horovod_api.arguments import compressors
 from hvdtrain.horovod_api.arithmetic import Op
 from hvdtrain.horovod_api.calls import needs_horovod
 from hvdtrain.horovod_api.functions import Average, Sum, operator
@@ -46,30 +47,9 @@ def public(own: Any) -> Any:
     return tf.autograph.experimental.do_not_convert(FRONT.or_own(own))
 
 
-class Compression:
-    """Compressors for `compression=`."""
-
-    class none:
-        """Sends tensors as they are."""
-
-        @staticmethod
-        def compress(tensor: Any) -> tuple[Any, Any]:
-            return tensor, None
-
-        @staticmethod
-        def decompress(tensor: Any, ctx: Any) -> Any:
-            return tensor
-
-    class fp16:
-        """Sends floating-point tensors as float16."""
-
-        @staticmethod
-        def compress(tensor: Any) -> tuple[Any, Any]:
-            return (tf.cast(tensor, tf.float16) if tensor.dtype.is_floating else tensor), tensor.dtype
-
-        @staticmethod
-        def decompress(tensor: Any, ctx: Any) -> Any:
-            return tf.cast(tensor, ctx)
+Compression = compressors(
+    lambda tensor: (tf.cast(tensor, tf.float16) if tensor.dtype.is_floating else tensor, tensor.dtype), tf.cast
+)
 
 
 # --- collectives ------------------------------------------------------------------------------------------------------

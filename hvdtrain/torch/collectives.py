@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.horovod_api import functions, job
+from hvdtrain.horovod_api.arguments import compressors
 from hvdtrain.horovod_api.functions import Average, Sum, operator
 from hvdtrain.horovod_api.process_sets import global_process_set
 from hvdtrain.torch import operations
@@ -45,30 +46,10 @@ broadcast_object = FRONT.or_own(functions.broadcast_object)
 allgather_object = FRONT.or_own(functions.allgather_object)
 
 
-class Compression:
-    """Compressors for `compression=`."""
-
-    class none:
-        """Sends tensors as they are."""
-
-        @staticmethod
-        def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-            return tensor, None
-
-        @staticmethod
-        def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-            return tensor
-
-    class fp16:
-        """Sends floating-point tensors as float16."""
-
-        @staticmethod
-        def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-            return (tensor.half() if tensor.is_floating_point() else tensor), tensor.dtype
-
-        @staticmethod
-        def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-            return tensor.type(ctx) if ctx.is_floating_point else tensor
+Compression = compressors(
+    lambda tensor: (tensor.half() if tensor.is_floating_point() else tensor, tensor.dtype),
+    lambda tensor, dtype: tensor.type(dtype) if dtype.is_floating_point else tensor,
+)
 
 
 @FRONT.or_own

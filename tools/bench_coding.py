@@ -10,10 +10,13 @@ of the vector.
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
+import tempfile
 import time
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from bench import in_turn, options_of, show
@@ -42,13 +45,13 @@ def main(arguments: list[str]) -> int:
     options = top.parse_args(arguments)
     for name in options.reducers:
         parse(name)
-    compiler = os.environ.get("CC", "cc")
+    compiled = functools.partial(coding.measure, options.reducers, SHAPES, 60.0)
 
-    def measured(chosen: str) -> dict[str, float]:
-        os.environ["CC"] = chosen
-        return coding.measure(options.reducers, SHAPES, 60.0)
+    def numpy() -> dict[str, float]:
+        with tempfile.TemporaryDirectory() as empty, patch.dict(os.environ, CC="none", XDG_CACHE_HOME=empty):
+            return compiled()
 
-    found = in_turn({"numpy": lambda: measured("none"), "compiled": lambda: measured(compiler)}, options.rounds)
+    found = in_turn({"numpy": numpy, "compiled": compiled}, options.rounds)
     rows: list[dict[str, Any]] = [{"reducer": "copy", "compiled_ns": copy_ns()}]
     for name in options.reducers:
         medians = {

@@ -227,11 +227,11 @@ def test_a_prepared_folder_of_photographs_trains(tmp_path: Path) -> None:
     flags = ["--data", prepared, "--width", "0.125", "--epochs", "3", "--batch-size", "8", "--json"]
     summary = document(resnet(2, "--run-dir", str(tmp_path / "run"), *flags))
     assert summary["test_accuracy"] > 0.7, summary
-    preset = ["--config", "launch/presets/cruz2021_resnet34.toml", "--data", prepared, "--dry-run", "--json"]
-    refused = alone("resnet", *preset)
+    study = ["--config", "launch/settings/cruz2021_resnet34.toml", "--data", prepared, "--dry-run", "--json"]
+    refused = alone("resnet", *study)
     assert refused.returncode == 78
     (advice,) = re.findall(r"contains images of 36x24, not 197x148 .*; hint: use (--image-size \S+), ", refused.stderr)
-    shown = document(alone("resnet", *preset, *advice.split()))
+    shown = document(alone("resnet", *study, *advice.split()))
     asked = [shown["config"][name] for name in ("batch_size", "lr", "epochs", "momentum", "schedule", "zero_gamma")]
     assert asked == [128, 0.05, 100, 0.0, "constant", False]
 

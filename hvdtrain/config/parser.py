@@ -25,7 +25,7 @@ from hvdtrain.system.arguments import Parser, fitted, near
 from hvdtrain.system.exits import Failure
 
 C = TypeVar("C")
-PRESETS = Path(__file__).with_name("presets")
+SHIPPED = Path(__file__).with_name("settings")
 """hvdtrain's own files for --config, which can be given by name"""
 PREFIX = "HVDTRAIN_"
 SWITCH = {"true": True, "false": False, "1": True, "0": False}
@@ -71,7 +71,7 @@ class OptionParser(Parser):
             "--config",
             metavar="FILE",
             action="append",
-            help="TOML file with options, or a preset's name",
+            help="TOML file with options, or the name of a study",
         )
         for title, fields in _groups(cls).items():
             group = self.add_argument_group(title or None)
@@ -110,7 +110,7 @@ class OptionParser(Parser):
         general = [("-h, --help [NAME]", "show this help, or all about one option")]
         if self.rare:
             general.append(("--help-all", f"show the other {len(self.rare)} options too"))
-        general.append(("--config FILE", "TOML file with options, or a preset's name"))
+        general.append(("--config FILE", "TOML file with options, or the name of a study"))
         sections.setdefault("run" if "run" in sections else "options", []).extend(general)
         sections = {title: rows for title, rows in sections.items() if rows}
         left = max(len(usage) for rows in sections.values() for usage, _ in rows if len(usage) < 34)
@@ -267,9 +267,9 @@ def _from_variable(cls: type, field: dataclasses.Field[Any], text: str) -> dict[
 def from_file(cls: type, name: str) -> dict[str, Any]:
     """The values of a TOML file. Raises ValueError for a key or value that is not accepted, Failure for the file."""
     try:
-        table = files.from_toml(files.read(files.shipped(name, PRESETS), files.SETTINGS_BYTES))
+        table = files.from_toml(files.read(files.shipped(name, SHIPPED), files.SETTINGS_BYTES))
     except OSError as error:
-        hint = f"give a TOML file, or one of {', '.join(sorted(path.stem for path in PRESETS.glob('*.toml')))}"
+        hint = f"give a TOML file, or one of {', '.join(sorted(path.stem for path in SHIPPED.glob('*.toml')))}"
         raise files.refused(f"--config {name}", error, exits.USAGE, hint) from error
     except ValueError as error:
         raise Failure(f"--config {name}: not a TOML file ({error})", exits.BAD_CONFIG) from error

@@ -45,8 +45,8 @@ POLLING_FROM_BIT_S = 50_000_000
 """Rate from which polling matters. At 10 Mbit/s the transfer dominates a step, at 100 Mbit/s it does not."""
 GLOO_SLOWER = "under this CPU quota Horovod on Gloo was 1.4 times as slow over 2 hosts at 1 Gbit/s (3.7 s, 2.7 s)"
 POLLING_SLOWER = (
-    "MPI's polling uses up this CPU quota: twice as slow over 2 hosts at 1 Gbit/s (5.7 s, 2.7 s); `make setup` builds"
-    " sleep_when_idle.so, which prevents this"
+    "MPI's polling uses up this CPU quota: 1.9 times as slow over 2 hosts at 1 Gbit/s (3.9 s, 2.0 s); `make setup` "
+    "builds sleep_when_idle.so, which prevents this"
 )
 RABENSEIFNER, RING = 6, 4
 """Values of coll_tuned_allreduce_algorithm. Halving and doubling: Thakur et al. 2005, doi 10.1177/1094342005051521."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.config import workloads
-from hvdtrain.config.parser import PRESETS
+from hvdtrain.config.parser import SHIPPED
 from hvdtrain.sweep.file import ALL_GPUS, DEFAULT_LAUNCHER, SETTINGS, Grid, Sweep, program
 from hvdtrain.system import exits, files
 from hvdtrain.system.exits import Failure
@@ -174,7 +174,7 @@ def complete(sweep: Sweep, grid: Grid, combination: dict[str, Any], gpus: int | 
     keys = sorted(combination, key=lambda key: key != "config")  # flags after --config override the file
     settings |= {key: combination[key] for key in keys if key not in SETTINGS}
     if "config" in settings and "command" not in settings:
-        settings["config"], settings["config_sha256"] = _preset(grid, str(settings["config"]))
+        settings["config"], settings["config_sha256"] = _settings(grid, str(settings["config"]))
     return settings
 
 
@@ -215,9 +215,9 @@ def _rate(sweep: Sweep, grid: Grid, text: str | None, on: str) -> str | None:
     return rate
 
 
-def _preset(grid: Grid, name: str) -> tuple[str, str]:
-    """Path and checksum of a --config file, which may be the name of a preset."""
-    path = files.shipped(name, PRESETS)
+def _settings(grid: Grid, name: str) -> tuple[str, str]:
+    """Path and checksum of a --config file, which may be the name of a study."""
+    path = files.shipped(name, SHIPPED)
     try:
         return str(path), hashlib.sha256(files.read(path, files.SETTINGS_BYTES)).hexdigest()[:12]
     except OSError as error:

@@ -1,6 +1,6 @@
 """Train on scikit-learn's handwritten digits with Accelerate, without a line of hvdtrain.
 
-torchrun --nproc-per-node 2 -m hvdtrain.ddp --strategy local-sgd:every=4+int8 examples/accelerate_digits.py
+torchrun --nproc-per-node 2 -m hvdtrain.ddp --strategy fast examples/accelerate_digits.py
 """
 
 import argparse

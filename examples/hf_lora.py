@@ -1,6 +1,6 @@
 """Fine-tune a small GPT with LoRA: transformers' Trainer and peft, without a line of hvdtrain.
 
-    torchrun --nproc-per-node 2 -m hvdtrain.ddp --strategy local-sgd:every=8+int8 examples/hf_lora.py
+    torchrun --nproc-per-node 2 -m hvdtrain.ddp --strategy fast examples/hf_lora.py
 
 The model has random weights and reads bytes, so nothing is downloaded. Its text are the pages of this repository.
 """

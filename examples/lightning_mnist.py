@@ -1,6 +1,6 @@
 """Train on scikit-learn's handwritten digits with Lightning and strategy="ddp", without a line of hvdtrain.
 
-torchrun --nproc-per-node 2 -m hvdtrain.ddp --strategy powersgd:rank=4 examples/lightning_mnist.py
+torchrun --nproc-per-node 2 -m hvdtrain.ddp --strategy balanced examples/lightning_mnist.py
 """
 
 import argparse

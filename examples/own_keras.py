@@ -1,6 +1,6 @@
 """A Keras script on several ranks: `mpirun -np 2 python examples/own_keras.py`.
 
-HVDTRAIN_STRATEGY selects the strategy, for example `HVDTRAIN_STRATEGY=local-sgd:every=4+powersgd:rank=2`.
+HVDTRAIN_STRATEGY selects the strategy, for example `HVDTRAIN_STRATEGY=balanced`.
 """
 
 import keras

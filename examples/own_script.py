@@ -1,6 +1,6 @@
 """A Horovod script with the import changed: an MLP of a million parameters learns handwritten digits.
 
-HVDTRAIN_STRATEGY=powersgd:rank=4 horovodrun -np 2 -H localhost:2 python examples/own_script.py
+HVDTRAIN_STRATEGY=balanced horovodrun -np 2 -H localhost:2 python examples/own_script.py
 """
 
 import sys

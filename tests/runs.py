@@ -323,11 +323,7 @@ def monitor(path: Path, run: Made, host: str) -> None:
     writer = records.Writer(path)
     writer.write(
         records.Sensors(
-            host=host,
-            unix_s=BEGAN_UNIX_S,
-            interval_s=run.interval_s,
-            monitors=["power", "resources"],
-            devices=devices,
+            host=host, unix_s=BEGAN_UNIX_S, interval_s=run.interval_s, monitors=["power", "resources"], devices=devices
         )
     )
     left_s = run.epochs * (run.epoch_s + run.validation_s + run.checkpoint_s) + run.test_s
@@ -338,9 +334,7 @@ def monitor(path: Path, run: Made, host: str) -> None:
         unix_s += seconds
         writer.write(
             records.Sample(
-                unix_s=unix_s,
-                seconds=seconds,
-                energy_j={name: watts * seconds for name, watts in power_w.items()},
+                unix_s=unix_s, seconds=seconds, energy_j={name: watts * seconds for name, watts in power_w.items()}
             )
         )
     writer.close()

@@ -135,12 +135,7 @@ MIXED = (gpu(0, name="NVIDIA T4"), gpu(1))
     ],
 )
 def test_the_gpu_a_rank_computes_on(
-    gpus: tuple[dict[str, Any], ...],
-    device: str,
-    visible: str | None,
-    order: str | None,
-    used: str,
-    driver: Driver,
+    gpus: tuple[dict[str, Any], ...], device: str, visible: str | None, order: str | None, used: str, driver: Driver
 ) -> None:
     """`used` has a character per GPU: its number, `.` for an idle one, `?` if unknown."""
     found = driver(*gpus).used([{"rank": 0, "device": device, "visible": visible, "order": order}])

@@ -62,10 +62,7 @@ TREES = {
         {f"{INTEL}:0": "package-0-die-0", f"{INTEL}:0:0": "dram", f"{INTEL}:1": "package-0-die-1"},
         {"cpu0-die0": f"{INTEL}:0", "dram0-die0": f"{INTEL}:0:0", "cpu0-die1": f"{INTEL}:1"},
     ),
-    "mmio": (
-        {f"{MMIO}:0": "package-0", f"{MMIO}:0:0": "dram"},
-        {"cpu0": f"{MMIO}:0", "dram0": f"{MMIO}:0:0"},
-    ),
+    "mmio": ({f"{MMIO}:0": "package-0", f"{MMIO}:0:0": "dram"}, {"cpu0": f"{MMIO}:0", "dram0": f"{MMIO}:0:0"}),
     "dies before Linux 5.3": (  # the same name twice
         {f"{INTEL}:0": "package-0", f"{INTEL}:1": "package-0"},
         {"cpu0": f"{INTEL}:0", "cpu0-zone1": f"{INTEL}:1"},

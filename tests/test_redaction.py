@@ -48,10 +48,7 @@ def test_whole_words_of_a_name_tell_a_secret() -> None:
         ("curl -H 'Authorization: Bearer K' x", "curl -H 'Authorization: ***' x"),
         ("curl --header='Authorization: Bearer K' x", "curl --header='Authorization: ***' x"),
         ("curl -H Authorization: Bearer K", "curl -H Authorization: *** ***"),
-        (
-            """a.py --json '{"lr":1, "api_key": "K L", "x": 2}'""",
-            """a.py --json '{"lr":1, "api_key": ***, "x": 2}'""",
-        ),
+        ("""a.py --json '{"lr":1, "api_key": "K L", "x": 2}'""", """a.py --json '{"lr":1, "api_key": ***, "x": 2}'"""),
         ("sh -c 'python a.py --api-key K --lr 1'", "sh -c 'python a.py --api-key *** --lr 1'"),
         ("a.py --tracker project=x,api_key=K,lr=3", "a.py --tracker project=x,api_key=***,lr=3"),
         ("a.py --strategy local-sgd:every=4+powersgd:rank=2", "a.py --strategy local-sgd:every=4+powersgd:rank=2"),

@@ -273,10 +273,7 @@ class Linear:
         return np.array([((y - batch.arrays[1]) ** 2).sum() / 2, batch.weight]) if self._last else np.asarray(y)
 
 
-@pytest.mark.parametrize(
-    ("stages", "sizes"),
-    [(1, [3]), (2, [4, 4, 1]), (4, [5, 3]), (3, [2] * 9)],
-)
+@pytest.mark.parametrize(("stages", "sizes"), [(1, [3]), (2, [4, 4, 1]), (4, [5, 3]), (3, [2] * 9)])
 def test_a_pipeline_has_the_gradients_and_totals_of_one_process(stages: int, sizes: list[int]) -> None:
     """With more and with fewer micro-batches than stages, and with a short last one."""
     drawn = np.random.default_rng(stages)
@@ -291,14 +288,7 @@ def test_a_pipeline_has_the_gradients_and_totals_of_one_process(stages: int, siz
     ends_of = channels(stages) if stages > 1 else [[None, None]]
     made = [Linear(weight.copy(), stage == stages - 1) for stage, weight in enumerate(weights)]
     pipes = [
-        Pipe(
-            stage,
-            stages,
-            before=before,
-            after=after,
-            inputs=(widths[stage],),
-            outputs=(widths[stage + 1],),
-        )
+        Pipe(stage, stages, before=before, after=after, inputs=(widths[stage],), outputs=(widths[stage + 1],))
         for stage, (before, after) in enumerate(ends_of)
     ]
 

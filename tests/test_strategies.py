@@ -20,19 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import (
-    LIMIT_S,
-    PROGRAMS,
-    Cluster,
-    command,
-    document,
-    failing,
-    here,
-    launch,
-    resnet,
-    trainings,
-    until,
-)
+from conftest import LIMIT_S, PROGRAMS, Cluster, command, document, failing, here, launch, resnet, trainings, until
 from runs import cut_off, read_run
 from test_faults import Job, is_rank
 from test_resnet_train import assert_same_arrays, newest_arrays, started, wait_for_steps

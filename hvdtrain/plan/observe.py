@@ -279,12 +279,7 @@ def script(options: Any, counts: Sequence[int], names: Sequence[str]) -> Found:
         threads = str(cgroup.threads(cgroup.host_cores(), options.ranks_per_host))
         environment = {"OMP_NUM_THREADS": threads, **os.environ, **ENVIRONMENT}
         code = subprocess.run(
-            command,
-            env=environment,
-            stdout=2,
-            pass_fds=[answer.fileno()],
-            preexec_fn=proc.end_with_parent,
-            check=False,
+            command, env=environment, stdout=2, pass_fds=[answer.fileno()], preexec_fn=proc.end_with_parent, check=False
         ).returncode
         answer.seek(0)
         content = answer.read()

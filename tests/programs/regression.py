@@ -49,15 +49,9 @@ def main(stop: lifecycle.StopSignal) -> int:
         name="line",
         config=config,
         environment=environment,
-        data=workload.Data(
-            dataset=Line(),
-            title="points of a line",
-        ),
+        data=workload.Data(dataset=Line(), title="points of a line"),
         model=workload.Model(
-            title="line",
-            facts={"name": "line", "spec": {}},
-            shapes={"weight": (FEATURES,)},
-            multiply_adds=FEATURES,
+            title="line", facts={"name": "line", "spec": {}}, shapes={"weight": (FEATURES,)}, multiply_adds=FEATURES
         ),
         metric=Regression("W/m2"),
     ).connect()

@@ -21,15 +21,7 @@ from hvdtrain.results.comparability import CHOSEN, SOFTWARE, describe, differing
 from hvdtrain.results.groups import Group
 from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.statistics import LEVEL, Statistic, holm, p_value, summary
-from hvdtrain.results.tables.columns import (
-    N,
-    key_cells,
-    key_columns,
-    left_out,
-    processors,
-    score_columns,
-    varying,
-)
+from hvdtrain.results.tables.columns import N, key_cells, key_columns, left_out, processors, score_columns, varying
 from hvdtrain.results.tables.model import Table, cell
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure

@@ -11,15 +11,7 @@ from hvdtrain.results.columns import RUNS, Column
 from hvdtrain.results.groups import short
 from hvdtrain.results.read import frame
 from hvdtrain.results.read.frame import Loaded
-from hvdtrain.results.tables.columns import (
-    SPREAD_NOTE,
-    N,
-    cells,
-    group_notes,
-    grouped,
-    key_column,
-    score_columns,
-)
+from hvdtrain.results.tables.columns import SPREAD_NOTE, N, cells, group_notes, grouped, key_column, score_columns
 from hvdtrain.results.tables.model import Table, number
 from hvdtrain.system.exits import printable
 

@@ -26,15 +26,7 @@ from hvdtrain.results.read import frame
 from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.scaling import MOST_EFFICIENCY, Row
 from hvdtrain.results.statistics import Interval, ratio
-from hvdtrain.results.tables.columns import (
-    SPREAD_NOTE,
-    N,
-    key_cells,
-    key_column,
-    left_out,
-    processors,
-    varying,
-)
+from hvdtrain.results.tables.columns import SPREAD_NOTE, N, key_cells, key_column, left_out, processors, varying
 from hvdtrain.results.tables.model import Table, number
 
 NOT_COMPARED = "not compared"

@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import math
+import re
 import shlex
 import socket
 import sys
@@ -612,7 +613,29 @@ def test_advice_against_hosts_that_make_steps_faster_says_that_learning_decides(
     one = prediction.predict(made(), parse("hierarchical"), hosts(FAST), 128)
     more = dataclasses.replace(one, hosts=2, step_s=one.step_s / 1.2, steps_factor=(1.0, 1.6))
     said = report.advice(report.Plan(profile=made(), one=one, networks={"n": {2: [more]}}), "n")
-    assert "do not add hosts" in said and "1.2 times as fast as one (" in said and "to the same accuracy" in said
+    assert "do not add hosts" in said and "(1.20 in samples per second)" in said and "to the same accuracy" in said
+
+
+@pytest.mark.parametrize("rate", [1e6, 1e7, 1e8, 1e10])
+@pytest.mark.parametrize("scale", [None, (1e3, None)])
+def test_the_answer_comes_first_with_the_numbers_of_the_tables(
+    rate: float, scale: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    using = made(noise_scale=scale, setup={"optimizer": "adam"}, coding_s=dict.fromkeys(CODING, 0.001))
+    exchanges = [parse(name) for name in ("hierarchical", "int8", "int4")]
+    cases = {n: (hosts(*[Link.of_rate(rate)] * n), 32 * n) for n in (1, 2, 4)}
+    found = command._plan(using, exchanges, cases[1], {"a": cases, "b": cases})
+    first, second, *rest = report.text(found).splitlines()
+    assert first == report.as_json(found)["networks"][0]["advice"] and second == first.replace("a:", "b:", 1)
+    assert not any("--strategy" in line for line in rest), "it is said once"
+    (count, name), *_ = re.findall(r"(\d+) hosts with --strategy (\w+) are", first)
+    table = rest[rest.index("a: the best strategy") + 2 :]
+    (row,) = (line.split() for line in table[:3] if line.split()[0] == count)
+    assert row[-1] == str(parse(name, "adam")), "the preset can be pasted"
+    assert row[5] in first.split() or f"({row[5]}" in first.split()
+    assert (row[6] == "-") == (scale is None) == ("to an accuracy: not known" in first)
+    assert scale is None or row[6].replace("..", " to ") in first
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no /proc")

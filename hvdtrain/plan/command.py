@@ -106,8 +106,18 @@ def main(arguments: Sequence[str]) -> int:
         raise Failure("-H cannot be combined with --hosts, --rates or --slow; hint: leave them out", exits.USAGE)
     counts = counts_of(options.hosts) if options.hosts is not None else None
     rates = rates_of(options.rates) if options.rates is not None else None
+    names, cluster = prediction.reducers(_wanted(options)), _cluster(options)
     make = _from_sizes if options.parameters else _from_workload
-    plan = make(options, counts, rates)
+    made, config, notes, cluster = make(options, counts, names, cluster)
+    if "optimizer" not in made.setup:
+        notes.append("the optimizer is not known: presets and steps to an accuracy are those of Adam")
+        made = msgspec.structs.replace(made, setup={**made.setup, "optimizer": presets.UNKNOWN})
+    able, refused = exchanges_of(options, config, made)
+    if cluster:
+        plan = _measured_hosts(made, config, cluster, able)
+    else:
+        plan = _equal_hosts(made, config, options, counts, rates, able)
+    plan = dataclasses.replace(plan, refused=refused, notes=[*plan.notes, *notes])
     print(json.dumps(report.as_json(plan)) if options.json else report.text(plan))
     return exits.OK
 
@@ -140,12 +150,6 @@ def _wanted(options: Any, optimizer: str | None = None) -> list[Spec]:
     """Return the strategies of a plan; without an optimizer, all that presets may stand for. Raises Failure (78)."""
     families = [optimizer] if optimizer else presets.FAMILIES
     return list(dict.fromkeys(parse(name, each) for name in options.strategy or learning.SHOWN for each in families))
-
-
-def _like_adam(made: Profile, notes: list[str]) -> Profile:
-    """Return the profile of a model whose optimizer is not known, and say so in a note."""
-    notes.append("the optimizer is not known: presets and steps to an accuracy are those of Adam")
-    return msgspec.structs.replace(made, setup={**made.setup, "optimizer": presets.UNKNOWN})
 
 
 def exchanges_of(options: Any, config: TrainConfig, made: Profile) -> tuple[list[Spec], dict[str, str]]:
@@ -255,8 +259,10 @@ def _measured_hosts(made: Profile, config: TrainConfig, cluster: Sequence[Host],
     return dataclasses.replace(plan, notes=notes, steps_s=steps_s)
 
 
-def _from_workload(options: Any, counts: Sequence[int] | None, rates: Sequence[int] | None) -> Plan:
-    names, cluster = prediction.reducers(_wanted(options)), _cluster(options)
+def _from_workload(
+    options: Any, counts: Sequence[int] | None, names: Sequence[str], cluster: list[Host]
+) -> tuple[Profile, TrainConfig, list[str], list[Host]]:
+    """Return the profile, the workload's options, notes, and the hosts of -H with their own profiles."""
     if cluster:
         addresses = {host.name: address_of(host.name) for host in cluster}
         by_host = observe.on_hosts(addresses, options, range(1, len(cluster) + 1), names)
@@ -264,32 +270,18 @@ def _from_workload(options: Any, counts: Sequence[int] | None, rates: Sequence[i
         cluster = [dataclasses.replace(host, profile=by_host[host.name].profile) for host in cluster]
     else:
         found = observe.observed(options, counts or [1, 2, 4, 8], names)
-    made, config = found.profile, found.config
-    assert made and config
-    notes = list(found.notes)
-    if "optimizer" not in made.setup:
-        made = _like_adam(made, notes)
+    assert found.profile and found.config
     coding = [host.profile.coding_s for host in cluster if host.profile]
-    known = set(made.coding_s).intersection(*coding)
-    made = profile.with_coding(made, {name: max(each[name] for each in coding) for name in known if coding})
-    able, refused = exchanges_of(options, config, made)
-    if cluster:
-        plan = _measured_hosts(made, config, cluster, able)
-    else:
-        plan = _equal_hosts(made, config, options, counts, rates, able)
-    return dataclasses.replace(plan, refused=refused, notes=[*plan.notes, *notes])
+    known = set(found.profile.coding_s).intersection(*coding)
+    made = profile.with_coding(found.profile, {name: max(each[name] for each in coding) for name in known if coding})
+    return made, found.config, list(found.notes), cluster
 
 
-def _from_sizes(options: Any, counts: Sequence[int] | None, rates: Sequence[int] | None) -> Plan:
-    names, size, cluster = prediction.reducers(_wanted(options)), options.global_batch_size, _cluster(options)
+def _from_sizes(
+    options: Any, counts: Sequence[int] | None, names: Sequence[str], cluster: list[Host]
+) -> tuple[Profile, TrainConfig, list[str], list[Host]]:
+    size = options.global_batch_size
     made, notes = sizes.profiled(
         options.parameters, options.trainable, options.step_seconds, names, options.ranks_per_host, size
     )
-    made = _like_adam(made, notes)
-    config = TrainConfig(framework="torch", batch_size=None if size else 1, global_batch_size=size)
-    able, refused = exchanges_of(options, config, made)
-    if cluster:
-        plan = _measured_hosts(made, config, cluster, able)
-    else:
-        plan = _equal_hosts(made, config, options, counts, rates, able)
-    return dataclasses.replace(plan, refused=refused, notes=[*plan.notes, *notes])
+    return made, TrainConfig(framework="torch", batch_size=None if size else 1, global_batch_size=size), notes, cluster

@@ -1,4 +1,4 @@
-"""A plan for people: tables and advice."""
+"""A plan for people: the advice, then the tables that it comes from."""
 
 from __future__ import annotations
 
@@ -35,8 +35,13 @@ class Plan:
     """Host of -H -> seconds in which it computes its part of a step"""
 
     def best(self, network: str) -> dict[int, Prediction]:
-        """Return the best strategy for each number of hosts."""
-        return {1: self.one, **{count: best(each) for count, each in self.networks[network].items() if count > 1}}
+        """Return the strategy to use for each number of hosts: the best one, or a preset that is hardly slower."""
+        return {1: self.one, **{n: self._best(each) for n, each in self.networks[network].items() if n > 1}}
+
+    def _best(self, predictions: Sequence[Prediction]) -> Prediction:
+        worth = GAIN * best(predictions).ranking_s
+        by_preset = [each for each in predictions if self.named(each) in presets.NAMES and each.ranking_s <= worth]
+        return best(by_preset or predictions)
 
     def named(self, prediction: Prediction) -> str:
         """Return the preset of a prediction's strategy; the strategy itself if there is none."""
@@ -44,12 +49,16 @@ class Plan:
 
 
 def text(plan: Plan) -> str:
-    """Return the plan as tables and sentences."""
+    """Return the advice for each network, then tables and notes."""
     one, profile = plan.one, plan.profile
     fixed_s, sample_s = profile.line()
     epoch = f"; an epoch takes {_duration(profile.epoch_samples / one.samples_per_s)}" if profile.epoch_samples else ""
     device = f"{profile.model}, {profile.setup.get('device', 'cpu')}, {profile.threads} threads"
-    lines = [
+    lines = [advice(plan, network) for network in plan.networks]
+    if any(each.global_batch != one.global_batch for network in plan.networks for each in plan.best(network).values()):
+        lines.append(_growing_batch(plan))
+    lines += [
+        "",
         f"{device}: a step computes {1e3 * fixed_s:.3g} ms + {1e3 * sample_s:.3g} ms per sample"
         if profile.machine["processor"]
         else profile.model,
@@ -69,10 +78,7 @@ def text(plan: Plan) -> str:
             rows += [[*_numbers(each, one), _points(each), each.strategy] for each in order]
             title = f"{network}: all strategies on {most} hosts, which compute {order[0].computing_s:.3g} s in a step"
             lines += ["", title, *_table(rows)]
-    lines += ["", *(advice(plan, network) for network in plan.networks)]
-    lines += [f"not predicted: {reason}" for reason in plan.refused.values()]
-    if any(each.global_batch != one.global_batch for network in plan.networks for each in plan.best(network).values()):
-        lines.append(_growing_batch(plan))
+    lines += ["", *(f"not predicted: {reason}" for reason in plan.refused.values())]
     if profile.peak_rss_bytes:
         lines.append(f"memory: up to {profile.peak_rss_bytes / 1e9:.2f} GB for each rank while profiling")
     width = terminal_width()
@@ -142,37 +148,32 @@ def _duration(seconds: float) -> str:
 
 
 def advice(plan: Plan, network: str) -> str:
-    """Say how many hosts are worth it, and what limits them."""
+    """Say how many hosts are worth it, with which strategy, what they gain, and what limits them."""
     by_count = plan.best(network)
+    if len(by_count) == 1:
+        return f"{network}: one host"
     speeds = {
         count: each.global_batch / each.ranking_s / statistics.mean(each.epochs_factor(plan.one) or (1.0,))
         for count, each in by_count.items()
     }
     highest = max(speeds.values())
     enough = min(count for count, speed in speeds.items() if speed * GAIN >= highest)
-    chosen, last = by_count[enough], by_count[max(by_count)]
-    if enough == 1:
-        if len(by_count) == 1:
-            return f"{network}: one host"
-        return (
-            f"{network}: do not add hosts: {last.hosts} are {_gain(last, plan.one)} with {plan.named(last)}; "
-            f"the bottleneck is {last.bottleneck}"
-        )
+    chosen = by_count[enough if enough > 1 else max(by_count)]
     sentence = (
-        f"{network}: {enough} hosts with {plan.named(chosen)} are {_gain(chosen, plan.one)}; "
-        f"the bottleneck is {chosen.bottleneck}"
+        f"{chosen.hosts} hosts with --strategy {plan.named(chosen)} are {_gain(chosen, plan.one)}, "
+        f"limited by {chosen.bottleneck}"
     )
-    more = max(by_count) > enough
-    return sentence + (f"; do not add hosts beyond {enough}, which gains less than 5 %" if more else "")
+    if enough == 1:
+        return f"{network}: do not add hosts: {sentence}"
+    return f"{network}: {sentence}" + ("; more hosts gain less than 5 %" if max(by_count) > enough else "")
 
 
 def _gain(each: Prediction, one: Prediction) -> str:
-    """Say how much faster than one host, also to the same accuracy if more epochs are needed."""
-    words = f"{_short(each.speedup(one))} times as fast as one"
-    target = each.speedup_to_target(one)
-    if target is None or (each.global_batch == one.global_batch and each.steps_factor == (1.0, 1.0)):
-        return words
-    return f"{words} ({_short(target[0])} to {_short(target[1])} times to the same accuracy)"
+    """Say how much faster than one host, to the same accuracy if that is known, in the numbers of the tables."""
+    if (target := each.speedup_to_target(one)) is None:
+        return f"{each.speedup(one):.2f} times as fast as one in samples per second (to an accuracy: not known)"
+    ends = " to ".join(dict.fromkeys(map(_short, target)))
+    return f"{ends} times as fast as one to the same accuracy ({each.speedup(one):.2f} in samples per second)"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

@@ -129,8 +129,7 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
         """Cancels all jobs and waits until they are gone."""
         assert self.run(["scancel", "--quiet", "--user=root"]).returncode == 0, self.logs()
         until(
-            lambda: not self.run(["squeue", "--noheader"]).stdout.strip(),
-            what=lambda: f"an empty queue {self.logs()}",
+            lambda: not self.run(["squeue", "--noheader"]).stdout.strip(), what=lambda: f"an empty queue {self.logs()}"
         )
 
     def stop(self) -> None:

@@ -46,11 +46,7 @@ from hvdtrain.system.hosts import Slots
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("a:2,b:2", [Slots("a", 2), Slots("b", 2)]),
-        ("a,b.lan", [Slots("a"), Slots("b.lan")]),
-    ],
+    ("text", "expected"), [("a:2,b:2", [Slots("a", 2), Slots("b", 2)]), ("a,b.lan", [Slots("a"), Slots("b.lan")])]
 )
 def test_hosts_on_a_command_line(text: str, expected: list[Slots]) -> None:
     assert hosts.parse_hosts(text) == expected

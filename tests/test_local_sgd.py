@@ -79,11 +79,7 @@ WHO = {
 @pytest.mark.parametrize("who", WHO)
 @pytest.mark.parametrize(
     "text",
-    [
-        "local-sgd:every=4",
-        "local-sgd:every=4+powersgd:rank=1",
-        "local-sgd:every=2,staleness=3,outer_momentum=0.5+int8",
-    ],
+    ["local-sgd:every=4", "local-sgd:every=4+powersgd:rank=1", "local-sgd:every=2,staleness=3,outer_momentum=0.5+int8"],
 )
 def test_ranks_agree_again_whoever_has_loaded_a_model(text: str, who: str) -> None:
     """Also within a round, and while earlier rounds are being exchanged."""

@@ -280,10 +280,7 @@ def test_strangers_reach_only_the_decoy_of_a_shared_port() -> None:
 # --- what a job listens on ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("framework", "backend"),
-    [("torch", "tcp"), ("torch", "native"), ("tensorflow", "native")],
-)
+@pytest.mark.parametrize(("framework", "backend"), [("torch", "tcp"), ("torch", "native"), ("tensorflow", "native")])
 @pytest.mark.slow
 def test_a_job_on_one_host_admits_no_strangers(framework: str, backend: str) -> None:
     report = document(launch(2, [str(PROGRAMS / "listening.py"), framework, backend], "horovodrun --gloo"))

@@ -44,10 +44,7 @@ def numpy_training() -> tuple[np.ndarray, list[float]]:
     return weight, losses
 
 
-@pytest.mark.parametrize(
-    ("framework", "ranks"),
-    [("torch", 0), ("torch", 3), ("tensorflow", 3)],
-)
+@pytest.mark.parametrize(("framework", "ranks"), [("torch", 0), ("torch", 3), ("tensorflow", 3)])
 def test_unequal_ranks_train_like_one_process_on_the_union(
     framework: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,8 +114,7 @@ class Ranks:
 
 
 @pytest.mark.parametrize(
-    "speeds",
-    [[(0.0, 4e-4), (0.0, 4e-4)], [(0.0, 3e-4), (0.0, 9e-4)], [(0.01, 2e-4), (0.01, 8e-4), (0.005, 1.2e-3)]],
+    "speeds", [[(0.0, 4e-4), (0.0, 4e-4)], [(0.0, 3e-4), (0.0, 9e-4)], [(0.01, 2e-4), (0.01, 8e-4), (0.005, 1.2e-3)]]
 )
 def test_with_measured_shares_all_ranks_end_at_the_same_time(speeds: list[tuple[float, float]], clock: Clock) -> None:
     size, global_batch = len(speeds), 48 * len(speeds)

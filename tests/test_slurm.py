@@ -30,10 +30,7 @@ def cluster() -> Iterator[SlurmCluster]:
     if reason := missing():
         pytest.skip(f"Slurm: {reason}")
     # The path is short, because it contains munged's socket and unix(7) allows 107 characters.
-    with (
-        tempfile.TemporaryDirectory(prefix="slurm-") as folder,
-        slurm(Path(folder), name=unique()) as running,
-    ):
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, slurm(Path(folder), name=unique()) as running:
         yield running
 
 

@@ -60,8 +60,7 @@ def host_sends(hosts: int, size: int, item_bytes: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "per_host", "launcher"),
-    [(3, 2, "mpirun"), (4, 1, "mpirun"), (4, 2, "horovodrun --gloo")],
+    ("ranks", "per_host", "launcher"), [(3, 2, "mpirun"), (4, 1, "mpirun"), (4, 2, "horovodrun --gloo")]
 )
 def test_ranks_sum_as_numpy_does_and_send_the_expected_bytes(ranks: int, per_host: int, launcher: str) -> None:
     report = document(launch(ranks, [str(PROGRAMS / "tcp_ranks.py"), str(per_host)], launcher))

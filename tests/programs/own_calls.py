@@ -36,10 +36,7 @@ def results() -> Iterator[tuple[str, Any]]:
         matrix = (torch.arange(6, dtype=torch.float32).reshape(3, 2) * (rank + 1)).to(dtype)
         yield f"broadcast {dtype}", hvd.broadcast(matrix, root_rank=size - 1)
         yield f"allgather {dtype}", hvd.allgather(matrix[: rank + 1])
-        yield (
-            f"alltoall {dtype}",
-            hvd.alltoall(matrix, splits=torch.tensor([1, 2]).int()),
-        )
+        yield (f"alltoall {dtype}", hvd.alltoall(matrix, splits=torch.tensor([1, 2]).int()))
         if dtype in TYPES[3:]:
             ops = {"sum": hvd.Sum, "average": hvd.Average, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
             for name, op in ops.items():

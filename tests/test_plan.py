@@ -229,6 +229,32 @@ def test_reducers_are_measured_by_running_them() -> None:
     assert coding.measure(["int8"], SHAPES, -1.0) == {}
 
 
+@pytest.mark.parametrize("rate", [1e6, 1e8, 1e10])
+def test_accumulation_adds_computations_before_one_exchange(rate: float) -> None:
+    using, four = made(noise_scale=(100.0, 1000.0)), hosts(*[Link.of_rate(rate)] * 4)
+    exact, needed = prediction.predict(using, parse("hierarchical"), four, 128), [(1.0, 1.0)]
+    for count in (1, *learning.ACCUMULATED):
+        found = prediction.predict(using, parse("hierarchical"), four, 128, accumulation=count)
+        assert count * found.step_s == pytest.approx(exact.step_s + (count - 1) * using.backward_s(32))
+        most_s = count * found.computing_s + exact.step_s - exact.computing_s
+        assert count * found.computing_s <= count * found.step_s * (1 + 1e-9) <= most_s * (1 + 2e-9)
+        assert found.sent_bytes == pytest.approx(exact.sent_bytes / count)
+        assert (found == exact) == (count == 1)
+        needed.append(found.steps_factor or (0.0, 0.0))
+        assert found.steps_factor == learning.epochs_factor(128 * count, 128, (100.0, 1000.0))
+    assert needed == sorted(needed)
+    uneven = prediction.predict(made(0.2), parse("hierarchical"), four, 128, accumulation=4)
+    assert uneven.step_s >= uneven.computing_s
+
+
+def test_a_script_that_accumulates_computes_fewer_batches_on_more_hosts() -> None:
+    point = Point(batch=64, backward_s=0.8, update_s=0.0, variation=0.0, steps=9)
+    one, eight = made(points=[point]), made(points=[point], accumulation=8)
+    assert one.backward_s(64) == eight.backward_s(64) == pytest.approx(0.8)
+    assert [eight.backward_s(64 / n) for n in (2, 4, 8)] == pytest.approx([0.4, 0.2, 0.1])
+    assert eight.backward_s(4) > 0.05 and one.backward_s(16) > 0.2, "what does not depend on samples stays"
+
+
 # --- intervals --------------------------------------------------------------------------------------------------------
 
 
@@ -612,7 +638,7 @@ def test_the_slowest_of_the_measured_hosts_decides_and_is_named_with_what_it_cos
 def test_advice_against_hosts_that_make_steps_faster_says_that_learning_decides() -> None:
     one = prediction.predict(made(), parse("hierarchical"), hosts(FAST), 128)
     more = dataclasses.replace(one, hosts=2, step_s=one.step_s / 1.2, steps_factor=(1.0, 1.6))
-    said = report.advice(report.Plan(profile=made(), one=one, networks={"n": {2: [more]}}), "n")
+    said = report.advice(report.Plan(profile=made(), one=one, networks={"n": {2: [more]}}, accumulated={}), "n")
     assert "do not add hosts" in said and "(1.20 in samples per second)" in said and "to the same accuracy" in said
 
 
@@ -633,6 +659,8 @@ def test_the_answer_comes_first_with_the_numbers_of_the_tables(
     table = rest[rest.index("a: the best strategy") + 2 :]
     (row,) = (line.split() for line in table[:3] if line.split()[0] == count)
     assert row[-1] == str(parse(name, "adam")), "the preset can be pasted"
+    assert all(each.accumulation == 1 for each in found.best("a").values()), "it is shown only"
+    assert sum("(script accumulates" in line for line in rest) == 2 * len(learning.ACCUMULATED)
     assert row[5] in first.split() or f"({row[5]}" in first.split()
     assert (row[6] == "-") == (scale is None) == ("to an accuracy: not known" in first)
     assert scale is None or row[6].replace("..", " to ") in first

@@ -14,8 +14,10 @@ from conftest import PROGRAMS, Cluster, document, fails, finished, launch, uniqu
 
 from hvdtrain import cli
 from hvdtrain.horovod_api import job
+from hvdtrain.plan.steps import Steps
 from hvdtrain.strategies import parse
 from hvdtrain.strategies.cost import Layout
+from hvdtrain.torch.automatic import Watch
 
 
 def plan(script: Path, *words: str) -> Any:
@@ -118,6 +120,17 @@ def test_a_plan_times_the_step_on_every_host_and_the_slowest_decides(tmp_path: P
     (tmp_path / "short.py").write_text("1 / 0")
     done = unequal.on("a", *hvdtrain, str(tmp_path / "short.py"), *words)
     assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("hvdtrain: a: ")
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_plan_counts_the_batches_that_a_script_accumulates(count: int) -> None:
+    model = torch.nn.Linear(8, 8)
+    watch, steps = Watch(dict(model.named_parameters()), on_cpu=True), Steps(20, 10.0)
+    for _ in range(6):
+        for _ in range(count):
+            model(torch.ones(5, 8)).sum().backward()
+        watch.computed(steps)
+    assert (watch.accumulation(), watch.batch()) == (count, 5 * count)
 
 
 def test_tensorflow_optimizers_refuse_auto() -> None:

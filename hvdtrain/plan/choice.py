@@ -12,7 +12,7 @@ from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.plan import learning
 from hvdtrain.plan.network import Link, measured
-from hvdtrain.plan.prediction import EXACT_REDUCER, Host, Prediction, best, predicted, reducers
+from hvdtrain.plan.prediction import EXACT_REDUCER, Host, Prediction, best, predict, reducers
 from hvdtrain.plan.profile import Profile, with_coding
 from hvdtrain.plan.simulation import Node
 from hvdtrain.strategies.automatic import Rule
@@ -118,7 +118,7 @@ def _chosen(
     known = set.intersection(*(set(each) for each in coding)) if coding else set()
     profile = with_coding(profile, {name: max(each[name] for each in coding) for name in known})
     usable = [each for each in exchanges if set(reducers([each])) <= known]
-    predictions = [predicted(profile, each, hosts, nodes, global_batch) for each in usable]
+    predictions = [predict(profile, each, hosts, global_batch, nodes) for each in usable]
     if not predictions:
         return Chosen(current or EXACT_REDUCER, "coding could not be measured in time")
     return decide(predictions, current)

@@ -101,22 +101,23 @@ def main(arguments: Sequence[str]) -> int:
         value = getattr(options, name)
         if value is not None and not least <= value <= most:
             raise Failure(f"--{name.replace('_', '-')} {value}: hint: give {least:g} to {most:,}", exits.USAGE)
-    links_of(options, 1_000_000, 2)  # raises Failure for a wrong rate, before the profile takes its time
+    _hosts(options, 1_000_000, 2)  # raises Failure for a wrong rate, before the profile takes its time
     if options.cluster is not None and any((options.hosts, options.rates, options.slow)):
         raise Failure("-H cannot be combined with --hosts, --rates or --slow; hint: leave them out", exits.USAGE)
-    counts = counts_of(options.hosts) if options.hosts is not None else None
-    rates = rates_of(options.rates) if options.rates is not None else None
-    names, cluster = prediction.reducers(_wanted(options)), _cluster(options)
+    options.hosts = counts_of("1,2,4,8" if options.hosts is None else options.hosts)
+    rates = "10mbit,100mbit,1gbit" if options.rates is None else options.rates
+    options.rates = list(dict.fromkeys(map(parse_rate, rates.split(","))))
+    names, cluster = prediction.reducers(_wanted(options)), list[Host]()
+    if options.cluster is not None:
+        cluster = probe.hosts_of(options.cluster)
+        options.ranks_per_host = max(host.ranks for host in cluster)
     make = _from_sizes if options.parameters else _from_workload
-    made, config, notes, cluster = make(options, counts, names, cluster)
+    made, config, notes, cluster = make(options, names, cluster)
     if "optimizer" not in made.setup:
         notes.append("the optimizer is not known: presets and steps to an accuracy are those of Adam")
         made = msgspec.structs.replace(made, setup={**made.setup, "optimizer": presets.UNKNOWN})
     able, refused = exchanges_of(options, config, made)
-    if cluster:
-        plan = _measured_hosts(made, config, cluster, able)
-    else:
-        plan = _equal_hosts(made, config, options, counts, rates, able)
+    plan = _measured_hosts(made, config, cluster, able) if cluster else _equal_hosts(made, config, options, able)
     plan = dataclasses.replace(plan, refused=refused, notes=[*plan.notes, *notes])
     print(json.dumps(report.as_json(plan)) if options.json else report.text(plan))
     return exits.OK
@@ -136,11 +137,6 @@ def counts_of(text: str) -> list[int]:
             low += max(1, low // 8) if is_long else 1
         counts.add(high)
     return sorted(counts)
-
-
-def rates_of(text: str) -> list[int]:
-    """Parse rates in bit/s. Raises Failure (2)."""
-    return list(dict.fromkeys(parse_rate(word) for word in text.split(",")))
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
@@ -172,20 +168,16 @@ def exchanges_of(options: Any, config: TrainConfig, made: Profile) -> tuple[list
     return able, refused
 
 
-def links_of(options: Any, rate: int, count: int) -> list[Link]:
-    """Return a link for each host. Raises Failure (2)."""
+def _hosts(options: Any, rate: int, count: int) -> list[Host]:
+    """Return hosts with links of this rate, except for --slow. Raises Failure (2)."""
     latency_s = options.latency / 1e3
     links = [Link.of_rate(rate, latency_s=latency_s)] * count
     if options.slow is not None and count > 1:
         up, _, down = options.slow.partition("/")
         links[-1] = Link.of_rate(parse_rate(up), parse_rate(down) if down else None, latency_s)
-    return links
-
-
-def _hosts(options: Any, rate: int, count: int) -> list[Host]:
     return [
         Host(name=str(number), link=link, ranks=options.ranks_per_host, cores=options.cores)
-        for number, link in enumerate(links_of(options, rate, count), start=1)
+        for number, link in enumerate(links, start=1)
     ]
 
 
@@ -200,39 +192,29 @@ def _plan(made: Profile, exchanges: Sequence[Spec], one: tuple[Sequence[Host], i
         return [prediction.predict(made, each, hosts, batch) for each in exchanges]
 
     alone = prediction.predict(made, exchanges[0], *one)
-    networks = {}
+    networks, accumulated = {}, {}
     for name, by_count in cases.items():
         if len(by_count) > MANY_COUNTS:
             print(f"{name}: predicting {len(by_count)} numbers of hosts", file=sys.stderr, flush=True)
         networks[name] = {count: predictions(*case) for count, case in by_count.items() if count > 1} or {1: [alone]}
-    return Plan(profile=made, one=dataclasses.replace(alone, steps_factor=(1.0, 1.0)), networks=networks)
+        accumulated[name] = [
+            prediction.predict(made, each, *by_count[max(by_count)], accumulation=count)
+            for count in learning.ACCUMULATED
+            for each in exchanges
+            if str(each) == prediction.EXACT_REDUCER and max(by_count) > 1
+        ]
+    one_host = dataclasses.replace(alone, steps_factor=(1.0, 1.0))
+    return Plan(profile=made, one=one_host, networks=networks, accumulated=accumulated)
 
 
-def _equal_hosts(
-    made: Profile,
-    config: TrainConfig,
-    options: Any,
-    counts: Sequence[int] | None,
-    rates: Sequence[int] | None,
-    exchanges: Sequence[Spec],
-) -> Plan:
-    """Plan for these numbers of equal hosts and these rates."""
-    ranks = options.ranks_per_host
+def _equal_hosts(made: Profile, config: TrainConfig, options: Any, exchanges: Sequence[Spec]) -> Plan:
+    """Plan for --hosts equal hosts and --rates."""
 
     def case(rate: int, count: int) -> tuple[list[Host], int]:
-        return _hosts(options, rate, count), global_batch(config, count * ranks)
+        return _hosts(options, rate, count), global_batch(config, count * options.ranks_per_host)
 
-    rates = rates or [10_000_000, 100_000_000, 1_000_000_000]
-    cases = {show_rate(rate): {count: case(rate, count) for count in counts or [1, 2, 4, 8]} for rate in rates}
-    return _plan(made, exchanges, case(rates[0], 1), cases)
-
-
-def _cluster(options: Any) -> list[Host]:
-    """Measure the links of -H, if it is given. Raises Failure (2, 69)."""
-    cluster = probe.hosts_of(options.cluster) if options.cluster is not None else []
-    if cluster:
-        options.ranks_per_host = max(host.ranks for host in cluster)
-    return cluster
+    cases = {show_rate(rate): {count: case(rate, count) for count in options.hosts} for rate in options.rates}
+    return _plan(made, exchanges, case(options.rates[0], 1), cases)
 
 
 def _measured_hosts(made: Profile, config: TrainConfig, cluster: Sequence[Host], exchanges: Sequence[Spec]) -> Plan:
@@ -260,7 +242,7 @@ def _measured_hosts(made: Profile, config: TrainConfig, cluster: Sequence[Host],
 
 
 def _from_workload(
-    options: Any, counts: Sequence[int] | None, names: Sequence[str], cluster: list[Host]
+    options: Any, names: Sequence[str], cluster: list[Host]
 ) -> tuple[Profile, TrainConfig, list[str], list[Host]]:
     """Return the profile, the workload's options, notes, and the hosts of -H with their own profiles."""
     if cluster:
@@ -269,7 +251,7 @@ def _from_workload(
         found, *_ = by_host.values()
         cluster = [dataclasses.replace(host, profile=by_host[host.name].profile) for host in cluster]
     else:
-        found = observe.observed(options, counts or [1, 2, 4, 8], names)
+        found = observe.observed(options, options.hosts, names)
     assert found.profile and found.config
     coding = [host.profile.coding_s for host in cluster if host.profile]
     known = set(found.profile.coding_s).intersection(*coding)
@@ -278,7 +260,7 @@ def _from_workload(
 
 
 def _from_sizes(
-    options: Any, counts: Sequence[int] | None, names: Sequence[str], cluster: list[Host]
+    options: Any, names: Sequence[str], cluster: list[Host]
 ) -> tuple[Profile, TrainConfig, list[str], list[Host]]:
     size = options.global_batch_size
     made, notes = sizes.profiled(

@@ -45,6 +45,8 @@ ADAM = {name: each for name, each in RECORDED.items() if each.exact} | {  # of a
     "local-sgd:every=8,outer_lr=0.7,outer_momentum=0.6+int4": Learning((1.3, 1.4), None),
     "local-sgd:every=16,outer_lr=0.7,outer_momentum=0.6+int4": Learning((1.4, 1.5), None),
 }
+ACCUMULATED = {2: (1.1, 1.2), 4: (1.5, 1.6), 8: (2.2, 2.3)}
+"""Batches that a script accumulates: least and most samples to a loss relative to exact sums, of the GPT with Adam"""
 OTHERS = ("int4", "local-sgd:every=4+int8")
 """Strategies that a plan shows although their learning with SGD is less well known"""
 SHOWN = tuple(name for name in {**RECORDED, **MUON, **ADAM} if name not in ("allreduce", "native"))
@@ -71,6 +73,15 @@ def epochs_factor(batch: int, base: int, noise_scale: tuple[float, float | None]
     """
     least, most = sorted(1.0 if scale is None else (1 + batch / scale) / (1 + base / scale) for scale in noise_scale)
     return least, most
+
+
+def accumulated(
+    count: int, batch: int, optimizer: str | None, noise_scale: tuple[float, float | None] | None
+) -> tuple[float, float] | None:
+    """Return least and most samples to a target if a script accumulates `count` batches, relative to exact sums."""
+    if records(optimizer) is ADAM:
+        return ACCUMULATED[count]
+    return epochs_factor(count * batch, batch, noise_scale) if noise_scale else None
 
 
 def of(exchange: Spec, optimizer: str | None) -> Learning | None:

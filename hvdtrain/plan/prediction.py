@@ -58,6 +58,8 @@ class Prediction:
     noise_scale: tuple[float, float | None] | None = None
     """See `Profile`"""
     loss_points: float | None = None
+    accumulation: int = 1
+    """Batches of each rank, one in a step, that a script accumulates for an update"""
     interval_s: tuple[float, float] | None = None
     """90 % interval of `step_s`; None if the model's error is not known for this kind of strategy"""
 
@@ -137,29 +139,35 @@ def _local_s(profile: Profile, host: Host) -> float:
     return (host.ranks - 1) * profile.coding_s.get(EXACT_REDUCER, 0.0)
 
 
-def predict(profile: Profile, exchange: Spec, hosts: Sequence[Host], global_batch: int) -> Prediction:
-    """Predict a training step; see `unpredictable`."""
-    ranks = sum(host.ranks for host in hosts)
-    nodes = nodes_of(profile, hosts, global_batch / ranks)
-    return predicted(profile, exchange, hosts, nodes, global_batch)
-
-
-def predicted(
-    profile: Profile, exchange: Spec, hosts: Sequence[Host], nodes: Sequence[Node], global_batch: int
+def predict(
+    profile: Profile,
+    exchange: Spec,
+    hosts: Sequence[Host],
+    global_batch: int,
+    nodes: Sequence[Node] = (),
+    accumulation: int = 1,
 ) -> Prediction:
-    """Predict a training step of these nodes, which belong to the hosts."""
-    ranks = sum(host.ranks for host in hosts)
+    """Predict a training step, which with accumulation is one batch; see `unpredictable`.
+
+    `nodes`: of the hosts, by default those of the profile.
+    """
+    ranks, optimizer = sum(host.ranks for host in hosts), profile.setup.get("optimizer")
+    nodes = nodes or nodes_of(profile, hosts, global_batch / ranks)
     cost = exchange.cost(profile.shapes, Layout(ranks=ranks, hosts=len(hosts)))
+    cost = dataclasses.replace(cost, every=cost.every * accumulation)
     traffic = traffic_of(profile, exchange, cost, hosts)
     simulated_s = simulate(nodes, traffic)
     uncoded = [dataclasses.replace(each, coding_s=0.0) for each in traffic.messages]
     idle = [dataclasses.replace(node, averaging_s=0.0) for node in nodes]
     without_s = simulate(idle, dataclasses.replace(traffic, messages=tuple(uncoded)))
-    computing_s = max(node.backward_s + node.update_s for node in nodes)
+    computing_s = max(node.backward_s + node.update_s / accumulation for node in nodes)
     coding_s = max(0.0, simulated_s - without_s)
     backend = exchange.capabilities.backend
     step_s = simulated_s * (profile.factors.get(backend, 1.0) if len(hosts) > 1 else 1.0)
-    recorded = learning.of(exchange, profile.setup.get("optimizer"))
+    recorded = learning.of(exchange, optimizer)
+    if accumulation > 1:
+        steps = learning.accumulated(accumulation, global_batch, optimizer, profile.noise_scale)
+        recorded = learning.Learning(steps, None) if steps else None
     return Prediction(
         strategy=str(exchange),
         hosts=len(hosts),
@@ -174,6 +182,7 @@ def predicted(
         steps_factor=recorded.steps if recorded else None,
         noise_scale=profile.noise_scale,
         loss_points=recorded.loss_points if recorded else None,
+        accumulation=accumulation,
         interval_s=interval.of(step_s, len(hosts), computing_s / step_s, profile, backend),
     )
 

@@ -118,6 +118,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the computation was not profiled, but recorded during a run"""
     factors: dict[str, Positive] = {}
     """Recorded / simulated time of a step on several hosts, by backend"""
+    accumulation: Samples = 1
+    """Backward passes of a script in each step, which together compute the point's batch"""
     drop_in: bool = False
     """Whether the optimizer of a drop-in module exchanges"""
 
@@ -133,8 +135,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     def line(self) -> tuple[float, float]:
         """Return f and c of step time = f + c x batch (seconds, seconds per sample), by least squares."""
         if len(self.points) == 1:
-            slope = self.step_s(self.points[0].batch) / (self.points[0].batch + FIXED_SAMPLES)
-            return FIXED_SAMPLES * slope, slope
+            fixed = FIXED_SAMPLES * self.accumulation
+            slope = self.step_s(self.points[0].batch) / (self.points[0].batch + fixed)
+            return fixed * slope, slope
         batches = [each.batch for each in self.points]
         slope, intercept = statistics.linear_regression(
             batches, [each.backward_s + each.update_s for each in self.points]
@@ -152,11 +155,16 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     def variation(self) -> float:
         return statistics.median(each.variation for each in self.points)
 
+    def passes(self, batch: float) -> float:
+        """Return the backward passes in a step of this batch: fewer for fewer samples if the script accumulates."""
+        return max(1.0, self.accumulation * batch / self.points[0].batch) if self.accumulation > 1 else 1.0
+
     def backward_s(self, batch: float) -> float:
         """Return the time of forward and backward, between and beyond the measured batches along straight lines."""
         points = self.points
         if len(points) == 1:
-            return points[0].backward_s * (batch + FIXED_SAMPLES) / (points[0].batch + FIXED_SAMPLES)
+            fixed, own = (FIXED_SAMPLES * passes for passes in (self.passes(batch), self.accumulation))
+            return points[0].backward_s * (batch + fixed) / (points[0].batch + own)
         number = next((i for i in range(1, len(points) - 1) if batch < points[i].batch), len(points) - 1)
         low, high = points[number - 1], points[number]
         slope = (high.backward_s - low.backward_s) / (high.batch - low.batch)

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hvdtrain.observe.progress import duration
 from hvdtrain.observe.terminal import terminal_width, wrapped
 from hvdtrain.plan.prediction import Prediction, best
 from hvdtrain.plan.profile import Profile
@@ -28,6 +29,8 @@ class Plan:
     """One host, which needs no network"""
     networks: Mapping[str, Mapping[int, Sequence[Prediction]]]
     """Name of the network -> hosts -> predictions of all strategies"""
+    accumulated: Mapping[str, Sequence[Prediction]]
+    """Name of the network -> the most hosts with exact sums and a script that accumulates, to compare"""
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Strategy -> why it cannot run"""
     notes: Sequence[str] = ()
@@ -52,12 +55,12 @@ def text(plan: Plan) -> str:
     """Return the advice for each network, then tables and notes."""
     one, profile = plan.one, plan.profile
     fixed_s, sample_s = profile.line()
-    epoch = f"; an epoch takes {_duration(profile.epoch_samples / one.samples_per_s)}" if profile.epoch_samples else ""
+    epoch_s = (profile.epoch_samples or 0) / one.samples_per_s
+    epoch = f"; an epoch takes {duration(epoch_s) if epoch_s > 60 else f'{epoch_s:.3g} s'}" if epoch_s else ""
     device = f"{profile.model}, {profile.setup.get('device', 'cpu')}, {profile.threads} threads"
     lines = [advice(plan, network) for network in plan.networks]
-    if any(each.global_batch != one.global_batch for network in plan.networks for each in plan.best(network).values()):
-        lines.append(_growing_batch(plan))
     lines += [
+        *_batches(plan),
         "",
         f"{device}: a step computes {1e3 * fixed_s:.3g} ms + {1e3 * sample_s:.3g} ms per sample"
         if profile.machine["processor"]
@@ -74,8 +77,14 @@ def text(plan: Plan) -> str:
         most = max(counts)
         if most > 1:
             order = sorted(counts[most], key=lambda each: each.ranking_s)
+            names = [each.strategy for each in order]
+            for each in plan.accumulated[network]:
+                batches = each.accumulation * round(profile.passes(each.global_batch / each.ranks))
+                names.append(f"(script accumulates {batches} batches)")
             rows = [[*COLUMNS, "points", "strategy"]]
-            rows += [[*_numbers(each, one), _points(each), each.strategy] for each in order]
+            for name, each in zip(names, [*order, *plan.accumulated[network]], strict=True):
+                points = "-" if each.loss_points is None else f"{each.loss_points:.2f}"
+                rows.append([*_numbers(each, one), points, name])
             title = f"{network}: all strategies on {most} hosts, which compute {order[0].computing_s:.3g} s in a step"
             lines += ["", title, *_table(rows)]
     lines += ["", *(f"not predicted: {reason}" for reason in plan.refused.values())]
@@ -87,18 +96,26 @@ def text(plan: Plan) -> str:
     )
 
 
-def _growing_batch(plan: Plan) -> str:
-    """Say what a batch that grows with the hosts means for learning."""
+def _batches(plan: Plan) -> list[str]:
+    """Say what a batch that grows with the hosts means for learning, and how a script keeps it."""
     predictions = itertools.chain.from_iterable(counts[max(counts)] for counts in plan.networks.values())
-    largest = max(predictions, key=operator.attrgetter("global_batch"))
+    largest, count = max(predictions, key=operator.attrgetter("global_batch")), plan.profile.accumulation
+    shared = max((n for counts in plan.networks.values() for n in counts if count % n == 0), default=1)
+    example = f", {count // shared} on each of {shared} before each exchange" if shared > 1 else ""
+    what = f"the {count} batches that the script accumulates for a step" if count > 1 else "the batch"
+    same = f"for the same result divide {what} by the hosts{example}"
+    if largest.global_batch == plan.one.global_batch:
+        return [same] if count > 1 else []
     epochs = largest.epochs_factor(plan.one)
-    if epochs is None:
-        return "the batch of a step grows with the hosts, which changes learning; --global-batch-size keeps it"
-    least, most = map(_short, epochs)
-    return (
-        f"the batch of a step grows with the hosts: with {largest.global_batch} samples instead of "
-        f"{plan.one.global_batch}, training needs {least} to {most} times the epochs (estimated early in training)"
+    learns = (
+        "{} to {} times the epochs, estimated early in training".format(*map(_short, epochs))
+        if epochs
+        else "more epochs"
     )
+    return [
+        f"the batch of a step grows with the hosts: {largest.global_batch} samples instead of {plan.one.global_batch} "
+        f"need {learns}; {same} (--global-batch-size plans that), or keep it and raise the learning rate"
+    ]
 
 
 def _numbers(each: Prediction, one: Prediction) -> list[str]:
@@ -107,7 +124,7 @@ def _numbers(each: Prediction, one: Prediction) -> list[str]:
         f"{each.step_s:.3g}",
         _range(each.interval_s),
         _short(each.coding_s),
-        _short(each.waiting_s),
+        _short(round(each.waiting_s, 6)),
         f"{each.speedup(one):.2f}",
         _range(target),
     ]
@@ -133,22 +150,8 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def _points(each: Prediction) -> str:
-    return "-" if each.loss_points is None else f"{each.loss_points:.2f}"
-
-
-def _duration(seconds: float) -> str:
-    return (
-        f"{seconds:.3g} s"
-        if seconds < 120
-        else f"{seconds / 60:.3g} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.3g} h"
-    )
-
-
 def advice(plan: Plan, network: str) -> str:
-    """Say how many hosts are worth it, with which strategy, what they gain, and what limits them."""
+    """Say how many hosts are worth it, with which strategy, their speed-up and their bottleneck."""
     by_count = plan.best(network)
     if len(by_count) == 1:
         return f"{network}: one host"
@@ -189,6 +192,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             {
                 "network": network,
                 "advice": advice(plan, network),
+                "accumulated": [each.as_json(plan.one) for each in plan.accumulated[network]],
                 "hosts": [
                     {"hosts": count, "predictions": [each.as_json(plan.one) for each in predictions]}
                     for count, predictions in counts.items()

@@ -107,6 +107,7 @@ class Steps:
         shapes: Sequence[Shape],
         batch: int,
         threads: int,
+        accumulation: int = 1,
         averaging_s: float = 0.0,
         ready: Sequence[float] = (),
     ) -> Profile:
@@ -114,8 +115,8 @@ class Steps:
 
         Times are medians, so that an evaluation between two steps does not count.
 
-        `script`: its name. `shapes`: of the trained arrays. `batch`: this rank's samples of a step. `ready`: see
-        `Profile.ready`.
+        `script`: its name. `shapes`: of the trained arrays. `batch`: this rank's samples of a step. `accumulation`,
+        `ready`: see `Profile`.
         """
         backward_s, update_s = (statistics.median(column) for column in zip(*self._rows, strict=True))
         if launch_env().size == 1:  # a median of short steps leaves out the time in which a quota is used up
@@ -133,6 +134,7 @@ class Steps:
             points=[
                 Point(batch=batch, backward_s=backward_s, update_s=update_s, variation=variation, steps=len(self._rows))
             ],
+            accumulation=accumulation,
             averaging_s=averaging_s,
             waking_s=statistics.mean(self._late) if self._late else 0.0,
             ready=list(ready),

@@ -144,6 +144,7 @@ class Measuring(Exchanging):
             setup={"framework": "torch", "device": device, "optimizer": self._family},
             shapes=[tuple(weight.shape) for weight in self._named.values()],
             batch=watch.batch() if watch else 1,
+            accumulation=watch.accumulation() if watch else 1,
             threads=torch.get_num_threads(),
             averaging_s=averaging_s(self._named),
             ready=watch.ready() if watch else (),
@@ -170,10 +171,16 @@ class Watch:
         self._samples: list[int] = []
         """Samples in each step, as the inputs of the model show"""
         self._module: Any = None
-        self._counted = 0
+        self._counted = self._passed = 0
+        self._passes: list[int] = []
+        """Backward passes in each step, as the first parameter shows"""
         self._hooks: list[Any] = [register_module_forward_pre_hook(self._count)]
+        self._hooks.append(next(iter(named.values())).register_post_accumulate_grad_hook(self._pass))
         for index, weight in enumerate(named.values() if on_cpu else ()):
             self._hooks.append(weight.register_post_accumulate_grad_hook(lambda _, index=index: self._note(index)))
+
+    def _pass(self, _: torch.Tensor) -> None:
+        self._passed += 1
 
     def _note(self, index: int) -> None:
         self._times[index] = time.perf_counter()
@@ -192,7 +199,8 @@ class Watch:
         """The gradients of a step are ready."""
         if self._counted:
             self._samples.append(self._counted)
-        self._counted, times = 0, self._times
+        self._passes.append(self._passed)
+        self._counted, self._passed, times = 0, 0, self._times
         self._times = {}
         if steps.is_warming_up or steps.began is None or not times:
             return
@@ -209,6 +217,10 @@ class Watch:
             "hvd.log(samples=len(batch)) after optimizer.step()",
             exits.BAD_CONFIG,
         )
+
+    def accumulation(self) -> int:
+        """Return how many batches are accumulated for a step: its backward passes, but at least one."""
+        return max(1, round(statistics.median(self._passes)))
 
     def ready(self) -> list[float]:
         """Return `Profile.ready`."""

@@ -36,7 +36,7 @@ HERE = "@"
 
 
 COMMANDS: dict[str, Any] = {
-    **{" ".join(words): command for words, (_, command) in {**cli.COMMANDS, **cli.commands("train")}.items()},
+    **{" ".join(words): command for words, (_, command) in {**cli.COMMANDS, **cli.commands("train")}.items()}
 }
 
 
@@ -73,14 +73,7 @@ def with_flag(flag: str) -> set[str]:
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> None:
     """Imports the modules that commands import late, so that the forks need not."""
-    results = (
-        "export",
-        "tables.energy",
-        "tables.overview",
-        "tables.compare",
-        "tables.strategies",
-        "report.document",
-    )
+    results = ("export", "tables.energy", "tables.overview", "tables.compare", "tables.strategies", "report.document")
     others = (
         "plan.command",
         "strategies.catalog",
@@ -274,12 +267,7 @@ PATHS: dict[str, list[str]] = {
     "launch horovodrun": ["--dry-run --hostfile @ true"],
     "hosts prepare": ["--dry-run --hostfile @", "--dry-run -H localhost --folder @"],
 }
-PATHS_ELSEWHERE = {
-    ("predict", "--weights"),
-    ("predict", "--out"),
-    ("doctor", "--run-dir"),
-    ("sweep", "--root"),
-}
+PATHS_ELSEWHERE = {("predict", "--weights"), ("predict", "--out"), ("doctor", "--run-dir"), ("sweep", "--root")}
 PATHS_ELSEWHERE |= {("launch mpirun", "--logs"), ("launch horovodrun", "--logs"), ("train resnet", "--run-dir")}
 PATHS_ELSEWHERE |= {("train captioning", "--run-dir")}
 """These need a trained model, or are read when a run begins; see test_caption, test_resnet_train and test_launch"""

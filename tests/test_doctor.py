@@ -89,20 +89,7 @@ def test_a_healthy_cluster_with_one_link_that_is_slow_one_way(cluster: Cluster) 
         must(cluster.on("a", "tc", "qdisc", "del", "dev", "eth0", "root"))
     assert (findings.code, findings.all("fail")) == (0, [])
     assert {name for name, _ in findings.all("ok")} >= {
-        *(
-            "packages",
-            "horovod",
-            "mpi",
-            "ssh",
-            "versions",
-            "code",
-            "clock",
-            "own-name",
-            "nic",
-            "disk",
-            "slots",
-            "ports",
-        ),
+        *("packages", "horovod", "mpi", "ssh", "versions", "code", "clock", "own-name", "nic", "disk", "slots", "ports")
     }
     assert findings.one("nic", "b")["facts"]["used"] == "eth0"
     assert findings.one("ssh")["facts"]["login_s"] > 0

@@ -248,15 +248,8 @@ def test_a_goodput_that_varies_as_measurements_do_divides_no_repeats(tmp_path: P
 def test_more_hosts_are_not_faster_if_the_same_epochs_learn_less(accuracy: float, equal: bool, tmp_path: Path) -> None:
     for hosts, score in ((1, 0.6), (2, accuracy)):
         for seed in range(3):
-            folder = tmp_path / f"{hosts}-{seed}"
-            runs.make(
-                folder,
-                hosts=hosts,
-                seed=seed,
-                steps_per_epoch=8 // hosts,
-                train_s=1.2 / hosts + seed / 100,
-                test_accuracy=score,
-            )
+            made = {"steps_per_epoch": 8 // hosts, "train_s": 1.2 / hosts + seed / 100, "test_accuracy": score}
+            runs.make(tmp_path / f"{hosts}-{seed}", hosts=hosts, seed=seed, **made)
     (reading,) = runs.results("scaling", tmp_path)["readings"].values()
     assert ("makes training faster" in reading) == equal
     assert ("test accuracy 60 % with 1 host, test accuracy 20 % with 2 hosts" in reading) == (not equal)

@@ -139,10 +139,4 @@ def assemble(
             tokens=tokens,
             lengths=np.array([len(caption) - 1 for caption in ids], np.int64),
         )
-    return CaptionDataset(
-        name=name,
-        vocabulary=vocabulary,
-        images=images,
-        fingerprint=fingerprint,
-        **parts,
-    )
+    return CaptionDataset(name=name, vocabulary=vocabulary, images=images, fingerprint=fingerprint, **parts)

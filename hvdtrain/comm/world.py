@@ -129,12 +129,7 @@ def subgroup(group: RankGroup, ranks: Sequence[int]) -> RankGroup:
 
 
 def find_ranks(
-    framework: str,
-    *,
-    horovod: bool,
-    gpu: bool = False,
-    stall_limit_s: float = LIMIT_S,
-    elastic: bool = False,
+    framework: str, *, horovod: bool, gpu: bool = False, stall_limit_s: float = LIMIT_S, elastic: bool = False
 ) -> RankGroup:
     """Find the other ranks of this job and start the sentinels. Collective.
 

@@ -105,12 +105,7 @@ def open_images(folder: str | Path) -> Dataset:
     ):
         raise Failure(f"{folder / 'index.json'}: its counts do not match labels.npy; hint: prepare it again", BAD_DATA)
     content = json.dumps([classes, table.tolist(), digests])
-    return Dataset(
-        name=folder.name,
-        classes=classes,
-        fingerprint=hashlib.sha256(content.encode()).hexdigest(),
-        **parts,
-    )
+    return Dataset(name=folder.name, classes=classes, fingerprint=hashlib.sha256(content.encode()).hexdigest(), **parts)
 
 
 def whole_numbers(values: Any) -> tuple[int, ...]:

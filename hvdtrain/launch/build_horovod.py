@@ -104,11 +104,7 @@ EDITS = [
 # Causes outside of Horovod: (pattern in the build log, message, exit code)
 TROUBLE = [
     ("No space left on device", "the disk is full; hint: free 2 GB in the temporary folder, or set TMPDIR", 74),
-    (
-        "Killed signal terminated program",
-        "the compiler ran out of memory; hint: free memory and try again",
-        1,
-    ),
+    ("Killed signal terminated program", "the compiler ran out of memory; hint: free memory and try again", 1),
 ]
 
 

@@ -25,11 +25,7 @@ class CaptionerTF(Held):
     """The model of `spec`: see `layers_tf.Held`. The LSTM's state is always float32."""
 
     def __init__(
-        self,
-        spec: CaptionerSpec,
-        compute_dtype: tf.DType = tf.float32,
-        scope: Scope = None,
-        stage: range | None = None,
+        self, spec: CaptionerSpec, compute_dtype: tf.DType = tf.float32, scope: Scope = None, stage: range | None = None
     ) -> None:
         """`stage`: only these layers (`captioner.layers`)."""
         super().__init__(parameters(spec, stage), compute_dtype, scope)

@@ -19,11 +19,7 @@ class ResNetTF(Held):
     separately: variables like `weights`, always float32."""
 
     def __init__(
-        self,
-        spec: ResNetSpec,
-        compute_dtype: tf.DType = tf.float32,
-        scope: Scope = None,
-        stage: range | None = None,
+        self, spec: ResNetSpec, compute_dtype: tf.DType = tf.float32, scope: Scope = None, stage: range | None = None
     ) -> None:
         """`stage`: only these layers (`resnet.layers`)."""
         super().__init__(resnet.parameters(spec, stage), compute_dtype, scope)

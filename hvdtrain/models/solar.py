@@ -84,12 +84,7 @@ def layers(spec: CNNSpec) -> list[Layer]:
     """The network as a sequence of layers; dropout belongs to the layer after it."""
     outputs = {"convolutions": CHANNELS[-1] * sides(spec)[2] ** 2, "dense1": DENSE, "dense2": 1}
     return [
-        Layer(
-            name=name,
-            arrays=tuple(shapes),
-            output=(outputs[name],),
-            multiply_adds=sum(_work(spec, shapes).values()),
-        )
+        Layer(name=name, arrays=tuple(shapes), output=(outputs[name],), multiply_adds=sum(_work(spec, shapes).values()))
         for name, shapes in layer_shapes(spec).items()
     ]
 

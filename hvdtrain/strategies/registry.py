@@ -23,11 +23,7 @@ from hvdtrain.strategies.reducers.quantize import Int4, Int8
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
-ALGORITHMS: dict[str, type[Strategy]] = {
-    "allreduce": AllReduce,
-    "native": Native,
-    "local-sgd": LocalSGD,
-}
+ALGORITHMS: dict[str, type[Strategy]] = {"allreduce": AllReduce, "native": Native, "local-sgd": LocalSGD}
 REDUCERS: dict[str, type[Reducer]] = {
     "hierarchical": Hierarchical,
     "bf16": BF16,

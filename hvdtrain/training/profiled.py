@@ -99,13 +99,7 @@ def _replica(job: Connected, model: Maker) -> tuple[Any, Probe]:
 
 def _batches(job: Connected, size: int, epoch: int = 0) -> Iterator[Batch]:
     """Yield an epoch's batches of `size` samples, without the last one, which may be short."""
-    loader = Loader(
-        job.dataset.train,
-        global_batch=size,
-        rank=0,
-        size=1,
-        seed=job.run.config.seed,
-    )
+    loader = Loader(job.dataset.train, global_batch=size, rank=0, size=1, seed=job.run.config.seed)
     whole = len(loader.ends()) - 1 or 1
     with contextlib.closing(loader.epoch(epoch)) as batches:
         for _, batch in zip(range(whole), batches, strict=False):

@@ -82,6 +82,29 @@ def test_scaling_concludes_from_evidence_whether_hosts_help(
     assert reading.startswith(conclusion)
 
 
+@pytest.mark.parametrize(
+    ("times", "spread", "change"),
+    [(3, 0, "slower"), (3, 0.3, "slower"), (2, 0.95, ""), (1.15, 0, ""), (0.55, 0.1, "faster")],
+)
+@pytest.mark.parametrize("weak", [False, True])
+def test_steps_of_single_runs_are_compared_per_sample_and_their_accuracy_is_not(
+    times: float, spread: float, change: str, weak: bool, tmp_path: Path
+) -> None:
+    for hosts, ratio, score in ((1, 1.0, 0.9), (2, times * (1 + weak), 0.3)):
+        batch = 32 if weak else 32 // hosts
+        made = {"rank_batch": batch, "steps_per_epoch": 10 // (1 + weak * (hosts - 1)), "test_accuracy": score}
+        folder = runs.make(tmp_path / str(hosts), hosts=hosts, data_s=0.0, communication_s=0.0, compute_s=ratio, **made)
+        with runs.edited(folder / "metrics" / "rank0000.jsonl") as records:
+            for number, record in enumerate(each for each in records if each["type"] == "step"):
+                record["compute_s"] *= 1 + spread * (-1) ** number
+    (reading,) = runs.results("scaling", tmp_path)["readings"].values()
+    assert reading.startswith(f"Each added host makes steps {change}" if change else "It is unclear whether")
+    assert "learn" not in reading and ("Accuracy is not compared" in reading) == bool(change)
+    if change:
+        low, high = map(float, re.findall(r"for each sample ([\d.]+) to ([\d.]+) x", reading)[0])
+        assert low * 1.19 <= times <= high / 1.19 and (spread or high / low == pytest.approx(1.44, rel=0.02))
+
+
 def test_scaling_has_a_curve_per_rate(root: Path) -> None:
     table = runs.results("scaling", root)
     slow, fast = (table["readings"][title] for title in sorted(table["readings"]))

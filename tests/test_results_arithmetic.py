@@ -10,11 +10,12 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import runs as made
 from scipy import stats
 
 from hvdtrain.results import groups, scaling
 from hvdtrain.results.columns import RUNS, Column
-from hvdtrain.results.read import frame
+from hvdtrain.results.read import frame, steps
 from hvdtrain.results.statistics import Interval, Statistic, p_value, summary
 from hvdtrain.results.tables import energy, model
 
@@ -159,6 +160,17 @@ def test_statistics_equal_exact_fractions_on_random_tables() -> None:
         table = random_table(seed)
         check_scaling(table)
         check_energy(table)
+
+
+@pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 1000])
+def test_blocks_are_means_of_equal_parts_in_order(count: int) -> None:
+    sums, seconds = steps.Sums(), [0.1 + number % 7 for number in range(count)]
+    for number, each in enumerate(seconds):
+        sums.add(made.step(made.Made(data_s=0.0, compute_s=each, communication_s=None), number + 2, 0))
+    size = sums.block_steps
+    parts = [seconds[at : at + size] for at in range(0, count - size + 1, size)]
+    assert sums.blocks == pytest.approx([sum(part) / size for part in parts])
+    assert len(parts) < steps.MOST_BLOCKS and (size == 1 or len(parts) >= steps.MOST_BLOCKS // 2)
 
 
 def test_the_p_value_equals_that_of_scipys_welch_test() -> None:

@@ -120,6 +120,7 @@ _RUNS = {
         "training samples per second over all ranks, without warm-up", "1/s", "throughput (samples/s)", source="summary"
     ),
     "step_s": _number("mean step of rank 0, without warm-up: data + compute + communication", "s"),
+    "step_blocks": Column("", kind="object", base="s", meaning="step_s in at most 31 equal parts of the run"),
     "data_s": _detail("waiting for the batch, per step", "s", "data (ms)"),
     "compute_s": _figure(
         "forward, backward and update, per step, including the exchange that backward hides",
@@ -200,6 +201,7 @@ def alike(goodput_mbit: float, next_mbit: float) -> bool:
 TIMING = frozenset(
     {
         *("train_s", "validation_s", "test_s", "checkpoint_s", "end_to_end_s", "samples_per_s", "first_step_s"),
+        "step_blocks",
         *("step_s", "data_s", "compute_s", "communication_s", "communication_share", "network_efficiency", "inference"),
     }
 )

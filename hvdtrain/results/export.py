@@ -11,6 +11,7 @@ from pathlib import Path
 import pandas as pd
 
 from hvdtrain.results import groups
+from hvdtrain.results.columns import RUNS
 from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.scores import all_columns
 from hvdtrain.results.text import SCHEMA, harmless
@@ -49,9 +50,9 @@ def _csv(runs: pd.DataFrame) -> str:
 
 
 def _flat(runs: pd.DataFrame) -> pd.DataFrame:
-    """The frame with dictionaries as JSON text."""
+    """The frame with dictionaries and lists as JSON text."""
     flat = runs.copy()
-    for name in ("energy_by_device", "inference"):
+    for name in (name for name, column in RUNS.items() if column.kind == "object"):
         flat[name] = [json.dumps(value) if value else None for value in flat[name]]
     return flat
 

@@ -288,6 +288,7 @@ def _per_step(sums: steps.Sums) -> dict[str, Any]:
     step_s = ((sums.data_s or 0.0) + sums.compute_s + (sums.communication_s or 0.0)) / sums.timed
     return columns | {
         "step_s": step_s,
+        "step_blocks": sums.blocks,
         "data_s": None if sums.data_s is None else sums.data_s / sums.timed,
         "compute_s": sums.compute_s / sums.timed,
         "communication_s": communication_s,

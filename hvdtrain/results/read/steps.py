@@ -16,6 +16,8 @@ from hvdtrain import records
 from hvdtrain.records.metrics import Score
 from hvdtrain.results import scores
 
+MOST_BLOCKS = 32
+
 
 @dataclasses.dataclass
 class Sums:
@@ -29,6 +31,10 @@ class Sums:
     communication_s: float | None = 0.0
     bytes_sent: int = 0
     timed_bytes_sent: int = 0
+    blocks: list[float] = dataclasses.field(default_factory=list)
+    """Mean seconds of a step in equal parts of the run, fewer than MOST_BLOCKS"""
+    block_steps: int = 1
+    begun_s: float = 0.0
 
     def add(self, step: records.Step) -> None:
         self.steps += 1
@@ -40,6 +46,12 @@ class Sums:
         self.compute_s += step.compute_s
         self.data_s = _add(self.data_s, step.data_s)
         self.communication_s = _add(self.communication_s, step.communication_s)
+        self.begun_s += (step.data_s or 0.0) + step.compute_s + (step.communication_s or 0.0)
+        if self.timed % self.block_steps == 0:
+            self.blocks, self.begun_s = [*self.blocks, self.begun_s / self.block_steps], 0.0
+        if len(self.blocks) == MOST_BLOCKS:
+            self.blocks = [sum(pair) / 2 for pair in zip(self.blocks[::2], self.blocks[1::2], strict=True)]
+            self.block_steps *= 2
 
 
 def _add(sum_s: float | None, seconds: float | None) -> float | None:

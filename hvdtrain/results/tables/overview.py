@@ -71,7 +71,7 @@ def run_facts(loaded: Loaded) -> Table:
     rows: list[dict[str, Any]] = [
         {"what": name, "value": _text(run[name], column.base), "meaning": column.meaning}
         for name, column in known.items()
-        if not groups.is_missing(run[name]) and name not in ("settings", "scores", "energy_by_device", "inference")
+        if not groups.is_missing(run[name]) and name not in ("settings", "scores") and column.kind != "object"
     ]
     rows += [
         {"what": name, "value": "null" if value is None else str(value), "meaning": "setting"}

@@ -25,12 +25,18 @@ from hvdtrain.results.groups import Group
 from hvdtrain.results.read import frame
 from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.scaling import MOST_EFFICIENCY, Row
-from hvdtrain.results.statistics import Interval, ratio
+from hvdtrain.results.statistics import Interval, ratio, summary
 from hvdtrain.results.tables.columns import SPREAD_NOTE, N, key_cells, key_column, left_out, processors, varying
 from hvdtrain.results.tables.model import Table, number
 
 NOT_COMPARED = "not compared"
 SINGLE = "Single runs have no spread, so this may be chance; repeat them with another --seed."
+STEPS = (
+    "Steps are compared by their time per sample, with its spread within each run and 20 % between runs. Accuracy is "
+    "not compared: that takes more runs, with another --seed."
+)
+BETWEEN_RUNS = 1.2
+"""Ratio of step times that runs of equal settings may have in addition to the spread of their steps"""
 LESS = 0.02
 """Relative difference of scores from which runs of the same epochs are not equally good"""
 BATCHES = {
@@ -198,19 +204,20 @@ def reading(curve: Sequence[Row], count: Count) -> str:
         return f"The number of {count} is equal; the speed-up compares other settings."
     against = {_change(timed[0], row) for row in grown}
     worse = [row for row in grown if _learns_less(row, timed[0])]
-    what = "the same epochs" if worse else "training"
+    pairs = [*itertools.pairwise(timed), *((timed[0], row) for row in grown)]
+    by_steps = any(_by_steps(*pair) for pair in pairs)
+    what = "steps" if by_steps else "the same epochs" if worse else "training"
     single = any(row.train_s.n < 2 for row in timed if row.train_s)
     if set(steps) == {"slower"}:
-        conclusion = f"Each added {one} makes training slower"
+        conclusion = f"Each added {one} makes {what} slower"
     elif set(steps) == {"faster"}:
         conclusion = f"Each added {one} makes {what} faster"
     elif against == {"slower"}:
-        conclusion = f"Any number of {count} above {timed[0].count:g} makes training slower"
+        conclusion = f"Any number of {count} above {timed[0].count:g} makes {what} slower"
     elif "faster" in against:
         best = min(timed, key=lambda row: row.train_s.mean if row.train_s else math.inf)
-        conclusion = (
-            f"{what.capitalize()} {'take least time' if worse else 'is fastest'} with {many(best.count, count)}"
-        )
+        verb = "is fastest" if what == "training" else "take least time"
+        conclusion = f"{what.capitalize()} {verb} with {many(best.count, count)}"
         turn = next((row for row, step in zip(timed[1:], steps, strict=True) if step == "slower"), None)
         if close := [f"{row.count:g}" for row in timed if row is not best and _change(best, row) != "slower"]:
             conclusion += f", but {' and '.join(close)} are not clearly slower"
@@ -223,7 +230,7 @@ def reading(curve: Sequence[Row], count: Count) -> str:
     facts = [_times(row, timed[0], count) for row in grown]
     if (share := last.group.statistic("communication_share")) is not None:
         facts.append(f"with {many(last.count, count)}, waiting for the exchange is {100 * share.mean:.0f} % of a step")
-    doubt = f" {SINGLE}" if single else ""
+    doubt = f" {STEPS}" if by_steps else f" {SINGLE}" if single else ""
     if worse:
         scored = [f"{_score(row)} with {many(row.count, count)}" for row in (timed[0], *worse)]
         doubt += (
@@ -238,7 +245,7 @@ def _learns_less(row: Row, base: Row) -> bool:
     """Whether the mean score is clearly worse than that of the baseline."""
     here, there = row.group.statistic("test_score"), base.group.statistic("test_score")
     names = {*row.group.values("primary_metric"), *base.group.values("primary_metric")}
-    if here is None or there is None or len(names) != 1:
+    if here is None or there is None or min(here.n, there.n) < 2 or len(names) != 1:
         return False
     declared = scores.of_run(row.group.values("scores")[0])[names.pop()]
     return declared.better(there.mean, here.mean) and abs(here.mean - there.mean) > LESS * abs(there.mean)
@@ -263,7 +270,28 @@ def suspicion(doubted: Sequence[Row], count: Count) -> str:
 
 
 def _change(before: Row, after: Row) -> str:
-    return faster_or_slower(ratio(before.train_s, after.train_s))
+    return faster_or_slower(_by_steps(before, after) or ratio(before.train_s, after.train_s))
+
+
+def _by_steps(before: Row, after: Row) -> Interval | None:
+    """The speed-up in samples per second, of any run of one side over any run of the other, from the spread of steps.
+
+    None if it is not needed, because the runs' times are clear, or not clear itself, or the runs' means disagree.
+    """
+    runs = ratio(before.train_s, after.train_s)
+    if runs is None or faster_or_slower(runs) != "unclear":
+        return None
+    seconds = [
+        [summary(each / (row.group.key["global_batch"] or math.nan) for each in blocks) for blocks in found]
+        for row in (before, after)
+        if (found := row.group.values("step_blocks"))
+    ]
+    ratios = list(itertools.starmap(ratio, itertools.product(*seconds))) if len(seconds) == 2 else []
+    spans = [each.span for each in ratios if each and each.span]
+    if not spans or len(spans) < len(ratios):
+        return None
+    low, high = min(low for low, _ in spans) / BETWEEN_RUNS, max(high for _, high in spans) * BETWEEN_RUNS
+    return Interval(runs.mean, low, high) if min(runs.mean, low) > 1 or max(runs.mean, high) < 1 else None
 
 
 def faster_or_slower(speedup: Interval | None) -> str:
@@ -280,9 +308,12 @@ def _times(row: Row, base: Row, count: Count) -> str:
         return f"{many(row.count, count)}: not measured"
     per_added = f"{(here.mean - there.mean) / (row.count - base.count):+.3g} s per added {count[:-1]}"
     factor = row.speedup.mean
-    if _change(base, row) == "unclear":
+    took = f"{number(1 / factor)} x as long"
+    words = f"are {number(factor)} x as fast" if factor >= 1 else f"take {took}"
+    if (steps := _by_steps(base, row)) and steps.span:
+        least, most = (number(1 / bound) for bound in reversed(steps.span))
+        words = f"took {took}, and for each sample {least} to {most} x as long"
+    elif _change(base, row) == "unclear":
         why = "in single runs" if min(here.n, there.n) < 2 else "which is within the spread of the runs"
-        return f"{many(row.count, count)} took {number(1 / factor)} x as long, {why} ({per_added})"
-    if factor >= 1:
-        return f"{many(row.count, count)} are {number(factor)} x as fast ({per_added})"
-    return f"{many(row.count, count)} take {number(1 / factor)} x as long ({per_added})"
+        words = f"took {took}, {why}"
+    return f"{many(row.count, count)} {words} ({per_added})"

@@ -1,11 +1,13 @@
-"""The documentation: its links, its commands, its generated pages and figures, and the README typed as one session."""
+"""The documentation: its links, its commands, and its generated pages and figures.
+
+The README's session is run by programs/first_hour.py --session.
+"""
 
 from __future__ import annotations
 
 import importlib
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, unique
+from conftest import ROOT
 
 from hvdtrain import cli, strategies
 from hvdtrain.config import parser
@@ -115,41 +117,6 @@ def test_commands_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         except Exception as error:
             wrong[shlex.join(words)] = f"{type(error).__name__}: {error}"
     assert wrong == {}
-
-
-def session() -> list[str]:
-    """The commands of the README's session, in order."""
-    (block,) = re.findall(r"<!-- session -->\n```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    return [line.partition("  #")[0].strip() for line in block.splitlines()]
-
-
-@pytest.mark.root
-@pytest.mark.slow
-def test_the_readme_typed_in_order_is_one_session(tmp_path: Path) -> None:
-    """In a clone, with a cluster name that no other test uses. Every command has three minutes."""
-    clone, name = tmp_path / "hvdtrain", unique()
-    subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
-    (clone / ".venv").symlink_to(ROOT / ".venv")
-    script = ["set -e"]
-    for line in session():
-        line = re.sub(r"(cluster\.sh (?:up|down)|cluster exec|throttle\.sh \S+)", rf"\1 --name {name}", line)
-        if not shutil.which("sudo"):
-            line = line.removeprefix("sudo ")
-        script.append(f"echo '$' {shlex.quote(line)}; SECONDS=0; {line}; echo \"took $SECONDS s\"")
-    try:
-        done = subprocess.run(
-            ["bash", "-c", "\n".join(script)], cwd=clone, capture_output=True, text=True, timeout=180 * len(session())
-        )
-    finally:
-        down = [ROOT / "tools" / "cluster.sh", "down", "--name", name]
-        subprocess.run(down, capture_output=True, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    took = [int(each) for each in re.findall(r"^took (\d+) s$", done.stdout, re.MULTILINE)]
-    assert len(took) == len(session()) and max(took) <= 180, took
-    answer = done.stdout.partition("$ hvdtrain results")[2]
-    assert len(re.findall(r"^10 Mbit/s, (?:allreduce|powersgd:rank=4), torch", answer, re.MULTILINE)) == 2, answer
-    assert re.search(r"^ +2  2  .+ \([\d.]+-[\d.]+\)", answer, re.MULTILINE), f"a speed-up and its interval: {answer}"
-    assert answer.count("Nothing to compare with") == 1 and max(map(len, answer.splitlines())) <= 100
 
 
 @pytest.mark.parametrize("script", ["docs_reference.py", "docs_figures.py"])

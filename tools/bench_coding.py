@@ -10,7 +10,6 @@ of the vector.
 
 from __future__ import annotations
 
-import functools
 import os
 import statistics
 import tempfile
@@ -45,7 +44,9 @@ def main(arguments: list[str]) -> int:
     options = top.parse_args(arguments)
     for name in options.reducers:
         parse(name)
-    compiled = functools.partial(coding.measure, options.reducers, SHAPES, 60.0)
+
+    def compiled() -> dict[str, float]:
+        return coding.measure(options.reducers, SHAPES, 60.0)
 
     def numpy() -> dict[str, float]:
         with tempfile.TemporaryDirectory() as empty, patch.dict(os.environ, CC="none", XDG_CACHE_HOME=empty):

@@ -81,10 +81,21 @@ def prepare(folder: Path) -> None:
     (folder / "captions/captions.txt").write_text("\n".join([*described, ""]))
 
 
-def session() -> str:
-    """The README's session without `cluster.sh down`, each command printed before it runs."""
+def session() -> int:
+    """Run the README's session without `cluster.sh down`, each command printed before it runs, and check its answer."""
     block = (ROOT / "README.md").read_text().partition("<!-- session -->\n```bash\n")[2].partition("```")[0]
-    return "\n".join(["set -ex", *block.splitlines()[:-1]])
+    script = "\n".join(["set -ex", *block.splitlines()[:-1]])
+    said = []
+    with subprocess.Popen(["bash", "-c", script], cwd=ROOT, stdout=-1, stderr=-2, text=True) as process:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            said.append(line)
+    answer = "".join(said).partition("+ hvdtrain results scaling")[2]
+    titles = re.findall(r"^10 Mbit/s, (?:allreduce|powersgd:rank=4), torch", answer, re.MULTILINE)
+    answered = len(titles) == 2 and re.search(r"^ +2  2  .+ \([\d.]+-[\d.]+\)", answer, re.MULTILINE)
+    if not process.returncode and not answered:
+        print("no table for each strategy, with a speed-up and its interval", file=sys.stderr)
+    return process.returncode or (0 if answered else 1)
 
 
 def main(folder: Path) -> int:
@@ -100,7 +111,7 @@ def main(folder: Path) -> int:
         if done.returncode not in (0, *codes) or PACKAGE.search(done.stderr):
             print(f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}", file=sys.stderr)
             return 1
-    return subprocess.call(["bash", "-c", session()], cwd=ROOT) if "--session" in sys.argv else 0
+    return session() if "--session" in sys.argv else 0
 
 
 if __name__ == "__main__":

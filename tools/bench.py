@@ -7,7 +7,7 @@
   plan      predictions of `hvdtrain plan` against runs (root)
   scripts   a user's script and the workload, in turn (root)
   trainers  an unmodified Trainer script, with hvdtrain and with DDP and its hook (root)
-  stages    pipeline stages, data parallelism and torch's pipelining (root)
+  stages    pipeline stages and data parallelism (root)
   coding    processor time of the reducers' coding, compared with a copy
 
 Those marked (root) create virtual hosts. Each is a file, bench_NAME.py. Run bench_gpu.py directly: it needs no

@@ -1,6 +1,6 @@
-"""Steps over slow links: data parallelism, pipeline stages, and torch.distributed.pipelining.
+"""Steps over slow links: data parallelism and pipeline stages.
 
-    sudo make bench-stages BENCH_ARGS='--rates 10mbit --models resnet32 --rows plain-2,powersgd-2,stages2,torch2'
+    sudo make bench-stages BENCH_ARGS='--rates 10mbit --models resnet32 --rows plain-2,powersgd-2,stages2'
 
 Runs the rows in turn on virtual hosts with half a core. Runs are stored in --out. Runs that are stored already, or
 whose transfers would take longer than --most-s, are skipped, so the same command resumes. `step_over_ideal` is the
@@ -21,7 +21,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,10 @@ from bench import NAMES, ROOT, hosts_up, known, listed, on_host, options_of, say
 from hvdtrain import strategies
 from hvdtrain.models import captioner, mlp, resnet
 from hvdtrain.models.layers import Layer, Shapes
-from hvdtrain.observe.timing import WARMUP_STEPS
 from hvdtrain.pipeline import partition
 from hvdtrain.pipeline.mesh import Mesh
 from hvdtrain.pipeline.schedule import NUMBER_BYTES
 from hvdtrain.strategies.cost import Layout
-from hvdtrain.system import exits, net
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.rates import goodput_both_ways, parse_rate
 
@@ -49,7 +46,6 @@ ROWS: dict[str, tuple[int, list[str]]] = {
     "hierarchical-2": (2, ["--strategy", "hierarchical"]),
     "powersgd-2": (2, ["--strategy", "powersgd:rank=4"]),
     "stages2": (2, ["--stages", "2"]),
-    "torch2": (2, ["--stages", "2"]),
     "stages2x2-powersgd": (4, ["--stages", "2", "--strategy", "powersgd:rank=4"]),
 }
 """Hosts and flags by name"""
@@ -139,26 +135,23 @@ def measured(model: str, row: str, rate: str, turn: int, options: argparse.Names
         return dict(json.loads(results.read_text()))
     common = ["--framework", "torch", "--epochs", "1", "--checkpoint-epochs", "0", "--threads", "1"]
     program = [sys.executable, "-m", *workload(model, options), *flags, *common, "--optimizer", "sgd"]
-    dry, is_torch = run([*program, "--dry-run", "--json"], options, 120), row.startswith("torch")
+    dry = run([*program, "--dry-run", "--json"], options, 120)
     if dry.returncode:
         raise Failure(dry.stderr.strip(), dry.returncode)
     about = json.loads(dry.stdout)
-    if is_torch:  # it does not evaluate
-        about["data"] |= {"validation": 0, "test": 0}
     numbers: dict[str, Any] = formulas(about, hosts)
     if numbers["formula_bytes"] * about["plan"]["steps"] * 8 / goodput_both_ways(parse_rate(rate)) > options.most_s:
         return numbers | {"none": "not run"}
     starter = [*PLAIN, "-np", hosts] if row == "plain-2" else ["launch/mpirun.sh", "--quiet"]
     starter += ["-H", listed(hosts), sys.executable, "tools/bench.py", "stages"]
     starter += ["--within", options.name] if model == "perceptron" else []
-    what = ["--torch", json.dumps(about)] if is_torch else ["--run", *program, "--run-dir", folder]
     shutil.rmtree(folder, ignore_errors=True)  # an unfinished run
-    done = run([*starter, *what], options, options.most_s + 120)
+    done = run([*starter, "--run", *program, "--run-dir", folder], options, options.most_s + 120)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
         why = next((line for line in lines if "Error: " in line or "hvdtrain: " in line), lines[-1])
         return numbers | {"none": "hangs" if done.returncode in (124, 137) else f"failed: {why.strip()[:150]}"}
-    numbers |= json.loads(done.stdout.splitlines()[-1]) if is_torch else read(folder, hosts)
+    numbers |= read(folder, hosts)
     folder.mkdir(parents=True, exist_ok=True)
     results.write_text(json.dumps(numbers))
     return numbers
@@ -179,66 +172,6 @@ def read(folder: Path, hosts: int) -> dict[str, Any]:
         "busiest": 1 - end["step_shares"].get("exchange_least", 0.0),
         "rss_bytes": end["peak_rss_bytes"],
     }
-
-
-# --- one rank ---------------------------------------------------------------------------------------------------------
-
-
-def torch_program(about: dict[str, Any]) -> None:
-    """Train the model, cut by multiply-adds, with torch.distributed.pipelining on Gloo; the first rank prints JSON."""
-    import resource
-
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
-    from hvdtrain.models.mlp_torch import MLPTorch
-    from hvdtrain.models.resnet_torch import ResNetTorch
-
-    rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "eth0")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://{NAMES[0]}:29555", rank=rank, world_size=size)
-    layers, _ = layers_of(about)
-    cut = partition.balanced(layers, size, [layer.multiply_adds for layer in layers], 0.0)
-    spec, samples = about["model"]["spec"], about["plan"]["global_batch"] // MICRO
-
-    class Part(torch.nn.Module):
-        def __init__(self, part: Any) -> None:
-            super().__init__()
-            self.part = part
-            for weight in self.parameters():
-                torch.nn.init.normal_(weight, std=0.01)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.Tensor(self.part(x)).contiguous()
-
-    if about["model"]["name"] == "mlp":
-        part = Part(MLPTorch(mlp.MLPSpec(**spec), "cross_entropy", cut.part(rank)))
-    else:
-        part = Part(ResNetTorch(resnet.ResNetSpec(**spec), cut.part(rank)))
-    first = tuple(about["data"]["image_shape"]) if "image_shape" in about["data"] else (spec["inputs"],)
-    arriving = torch.rand(samples, *cut.boundary(rank - 1)).requires_grad_() if rank else torch.rand(samples, *first)
-    leaving = torch.rand(samples, *cut.boundary(rank)).requires_grad_()  # it receives gradients
-    stage = PipelineStage(part, rank, size, torch.device("cpu"), input_args=(arriving,), output_args=(leaving,))
-    schedule = Schedule1F1B(stage, MICRO, loss_fn=torch.nn.functional.cross_entropy)
-    optimizer = torch.optim.SGD(part.parameters(), 0.01, momentum=0.9)
-    inputs, targets = torch.rand(samples * MICRO, *first), torch.zeros(samples * MICRO, dtype=torch.int64)
-    seconds, counters = [], net.counters("eth0")
-    for _ in range(about["plan"]["steps"]):
-        began = time.perf_counter()
-        optimizer.zero_grad()
-        schedule.step(*([inputs] if rank == 0 else []), target=targets if rank == size - 1 else None)
-        optimizer.step()
-        seconds.append(time.perf_counter() - began)
-    dist.barrier()
-    moved = max(now - before for now, before in zip(net.counters("eth0"), counters, strict=True)) / len(seconds)
-    everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, [moved, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024])
-    if rank == 0:
-        sent, rss = (max(values) for values in zip(*everyone, strict=True))
-        print(json.dumps({"steps_s": seconds[WARMUP_STEPS:], "bytes": sent, "rss_bytes": rss}), flush=True)
-    dist.destroy_process_group()
 
 
 def group(name: str, host: str) -> Path:
@@ -272,14 +205,10 @@ def main(arguments: list[str]) -> int:
     defaults |= {"rows": list(ROWS), "rounds": 2, "steps": 8, "memory_mb": 3000, "most_s": 600.0}
     top = options_of(__doc__, "stages", **defaults, out=ROOT / "results" / "stages")
     top.add_argument("--within", help=argparse.SUPPRESS)
-    top.add_argument("--torch", help=argparse.SUPPRESS)
     top.add_argument("--run", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = top.parse_args(arguments)
     if options.within:
         (group(options.within, socket.gethostname()) / "cgroup.procs").write_text("0")
-    if options.torch:
-        torch_program(json.loads(options.torch))
-        return exits.OK
     if options.run:
         os.execvp(options.run[0], options.run)
     known(top, options.models, MODELS)
@@ -297,7 +226,7 @@ def main(arguments: list[str]) -> int:
             for rate in options.rates:
                 throttle(options.name, rate)
                 for turn, model, row in itertools.product(range(options.rounds), options.models, options.rows):
-                    if model != "captioner" or not (ROWS[row][0] > 2 or row.startswith("torch")):
+                    if model != "captioner" or ROWS[row][0] <= 2:
                         one = measured(model, row, rate, turn, options)
                         results.setdefault((model, row, rate), []).append(one)
                         words = (

@@ -6,7 +6,7 @@
   backends  the TCP backend, Gloo and Open MPI (root)
   plan      predictions of `hvdtrain plan` against runs (root)
   scripts   a user's script and the workload, in turn (root)
-  trainers  an unmodified Trainer script, with hvdtrain and with DDP and its hook (root)
+  roofline  time to equal quality, ours and what people write by hand (root)
   stages    pipeline stages and data parallelism (root)
   coding    processor time of the reducers' coding, compared with a copy
 

@@ -1,0 +1,164 @@
+"""A byte GPT of 0.67 M parameters on the King James Bible, in plain PyTorch without a line of hvdtrain.
+
+`--method` joins common remedies for a slow network with `+`, such as accumulate:4+fp16: accumulate:K, the hooks fp16
+and powersgd:RANK, and local steps by postlocal:H (PyTorch) or accelerate:H. A step is a batch of each rank, whatever
+the method. Rank 0 prints a JSON object, whose curve has [step, held-out loss, seconds of training] of each evaluation.
+"""
+
+import argparse
+import contextlib
+import copy
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+CONTEXT, WIDTH, LAYERS, HELD_OUT = 64, 128, 3, 256
+RECENT = 8
+"""The weights of update i count as i to the power of 8 in the mean that is evaluated: half of it is the last 8 %"""
+
+
+class GPT(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bytes, self.places = torch.nn.Embedding(256, WIDTH), torch.nn.Embedding(CONTEXT, WIDTH)
+        layer = torch.nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.layers = torch.nn.TransformerEncoder(layer, LAYERS, torch.nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+        self.head = torch.nn.Linear(WIDTH, 256)
+        self.register_buffer("mask", torch.nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False)
+
+    def forward(self, rows):
+        rows = rows.long()
+        hidden = self.bytes(rows[:, :-1]) + self.places.weight
+        logits = self.head(self.layers(hidden, mask=self.mask, is_causal=True))
+        return functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+
+
+def bible():
+    """The text's rows for training, which may overlap, and held-out rows from its last twentieth."""
+    try:
+        found = subprocess.run(["bible", "-f", "Gen1:1-Rev22:21"], capture_output=True, check=True).stdout
+    except FileNotFoundError:
+        sys.exit("byte_gpt: no command bible; hint: apt-get install bible-kjv-text bible-kjv")
+    text = torch.frombuffer(bytearray(re.sub(rb"(?m)^\S+ ", b"", found)), dtype=torch.uint8)
+    training = len(text) * 19 // 20
+    rows = text[training:].unfold(0, CONTEXT + 1, CONTEXT + 1)
+    return text[:training].unfold(0, CONTEXT + 1, 1), rows[torch.linspace(0, len(rows) - 1, HELD_OUT).long()]
+
+
+def sent_bytes():
+    lines = [line.split() for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
+    return sum(int(words[9]) for words in lines if words[0] != "lo:")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--method", default="ddp")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=8, help="of each rank")
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--warm-up", type=int, default=16, help="steps with a smaller learning rate, and not averaged")
+    parser.add_argument("--evaluate", type=int, default=0, help="steps between evaluations (0: none)")
+    parser.add_argument("--target", type=float, default=0.0, help="end at this held-out loss")
+    parser.add_argument("--start", help="weights to begin with")
+    parser.add_argument("--save", help="write the averaged weights at the end")
+    options = parser.parse_args()
+    how = dict(part.partition(":")[::2] for part in options.method.split("+"))
+    every = int(how.get("accumulate", 1))
+    torch.manual_seed(0)
+    model = GPT()
+    if options.start:
+        model.load_state_dict(torch.load(options.start))
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    training, held_out = bible()
+    batches = torch.Generator().manual_seed(1_000 * options.seed + rank)
+    evaluated, parameters = copy.deepcopy(model), [*model.parameters()]
+    recent, updates = [each.detach().clone() for each in parameters], 0
+    optimizer = torch.optim.AdamW(parameters, lr=options.lr, betas=(0.9, 0.98), fused=True)
+    ddp, no_sync, averager = model, contextlib.nullcontext, None
+    if "accelerate" in how:
+        from accelerate import Accelerator
+        from accelerate.local_sgd import LocalSGD
+
+        accelerator = Accelerator(cpu=True)
+        ddp, optimizer = accelerator.prepare(model, optimizer)
+        averager = LocalSGD(accelerator, ddp, int(how["accelerate"])).__enter__()
+    elif ranks > 1:
+        # With several buckets the all-reduces of the PowerSGD hook on Gloo can meet in another order on each rank.
+        ddp = DistributedDataParallel(model, bucket_cap_mb=100 if "powersgd" in how else None)
+        no_sync = ddp.no_sync
+    if "fp16" in how:
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    if "powersgd" in how:
+        state = powerSGD_hook.PowerSGDState(None, int(how["powersgd"]), start_powerSGD_iter=options.warm_up)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    if "postlocal" in how:
+        alone = dist.new_subgroups(group_size=1)[0]
+        state = post_localSGD_hook.PostLocalSGDState(None, alone, options.warm_up, post_local_gradient_allreduce=False)
+        ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+        averager = PeriodicModelAverager(int(how["postlocal"]), warmup_steps=options.warm_up - 1)
+
+    @torch.no_grad()
+    def held_out_loss():
+        """Of the mean of all ranks' recent weights."""
+        mean = parameters_to_vector(recent)
+        dist.all_reduce(mean)
+        vector_to_parameters(mean / ranks, evaluated.parameters())
+        loss = evaluated(held_out[rank::ranks]) * len(held_out[rank::ranks]) / len(held_out)
+        dist.all_reduce(loss)
+        return loss.item()
+
+    curve, seconds, sent, began = [], [0.0], 0, time.perf_counter()
+    for step in range(1, options.steps + 1):
+        optimizer.param_groups[0]["lr"] = options.lr * min(1.0, step / options.warm_up)
+        rows = training[torch.randint(len(training), (options.batch,), generator=batches)]
+        with no_sync() if step % every else contextlib.nullcontext():
+            (ddp(rows) / every).backward()
+        if step % every == 0:
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            if "accelerate" in how:
+                averager.step()
+            elif averager:  # it leaves out parameters without a gradient
+                averager.average_parameters(parameters)
+            optimizer.zero_grad()
+        seconds.append(seconds[-1] + time.perf_counter() - began)
+        sent = sent_bytes() if step == options.warm_up else sent
+        if options.evaluate and step % every == 0:
+            updates += 1
+            torch._foreach_lerp_(recent, [each.data for each in parameters], (RECENT + 1) / (updates + RECENT))
+            if step % options.evaluate == 0:
+                curve.append([step, held_out_loss(), seconds[-1]])
+                if curve[-1][1] <= options.target:
+                    break
+        began = time.perf_counter()
+    first = min(step, options.warm_up)
+    counted = max(1, step - first)
+    found = {"curve": curve, "parameters": sum(each.numel() for each in parameters), "first_s": seconds[first]}
+    found |= {"step_s": (seconds[-1] - seconds[first]) / counted, "step_bytes": (sent_bytes() - sent) / counted}
+    if options.evaluate:  # how far the ranks' own weights are from their mean
+        own = parameters_to_vector(parameters).detach()
+        dist.all_reduce(mean := own / ranks)
+        dist.all_reduce(apart := (own - mean).abs().max(), dist.ReduceOp.MAX)
+        found["apart"] = apart.item()
+    if rank == 0:
+        if options.save:
+            torch.save(evaluated.state_dict(), options.save)
+        print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

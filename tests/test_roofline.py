@@ -1,0 +1,96 @@
+"""The network roofline: the script's methods on two ranks, and the records of `tools/bench_roofline.py`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, document, launch
+
+SCRIPT = str(ROOT / "examples" / "byte_gpt.py")
+BENCH = [sys.executable, str(ROOT / "tools" / "bench.py"), "roofline"]
+needs_text = pytest.mark.skipif(not shutil.which("bible"), reason="needs Debian's bible-kjv-text (apt-get install)")
+
+
+def trained(*words: str, launcher: str = "forks", strategy: str = "") -> dict[str, Any]:
+    ours = ["-m", "hvdtrain.ddp", "--strategy", strategy] if strategy else []
+    extra = {"HVDTRAIN_RECORD": "0", "OMP_NUM_THREADS": "1"}
+    done = launch(2, ["-W", "ignore", *ours, SCRIPT, "--warm-up", "4", *words], launcher, extra)
+    return dict(document(done))
+
+
+@needs_text
+def test_accumulation_and_exact_sums_equal_ddp_with_the_larger_batch() -> None:
+    exact = ["--batch", "24", "--steps", "2", "--evaluate", "2", "--lr", "1e-3", "--warm-up", "1"]
+    accumulated = ["--method", "accumulate:3", "--steps", "6", "--evaluate", "6", "--lr", "1e-3", "--warm-up", "1"]
+    losses = [trained(*words)["curve"][0][1] for words in (exact, accumulated, [*exact, "--seed", "2"])]
+    losses.append(trained(*exact, strategy="hierarchical")["curve"][0][1])
+    assert losses[1::2] == pytest.approx([losses[0]] * 2, rel=1e-5)
+    assert losses[2] != pytest.approx(losses[0], rel=1e-5), "another seed"
+
+
+@needs_text
+@pytest.mark.parametrize(
+    "method", ["powersgd:2", "postlocal:4", pytest.param("accelerate:4", marks=pytest.mark.slow), "local-sgd:every=4"]
+)
+def test_ranks_have_equal_weights_after_an_exchange_and_only_then(method: str) -> None:
+    strategy, how = (method, []) if "every" in method else ("", ["--method", method])
+    if trainers := method.startswith("accelerate"):
+        pytest.importorskip("accelerate")
+    apart = []
+    for steps, half in (("8", "4"), ("10", "5")):
+        words = [*how, "--steps", steps, "--evaluate", half]
+        found = trained(*words, launcher="forks-trainers" if trainers else "forks", strategy=strategy)
+        assert found["curve"][1][1] < found["curve"][0][1], "it learns"
+        apart.append(found["apart"])
+    assert apart[0] < 1e-7
+    assert (apart[1] > 1e-5) == (method != "powersgd:2")
+
+
+def test_a_missing_text_is_one_line() -> None:
+    done = launch(1, [SCRIPT], "forks", {"PATH": "/nowhere"})
+    assert done.returncode == 1
+    assert "hint: apt-get install bible-kjv-text " in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_kept_measurement_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that has not arrived is repeated only with more steps."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import bench_roofline
+
+    lines = [
+        {"kind": "quality", "method": "ddp", "target": 2.0, "seed": 1, "lr": lr, "most": 96, "steps": steps}
+        for lr, steps in ((4e-3, 40.0), (2e-3, None))
+    ]
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    left = []
+    for out in (tmp_path / "none", tmp_path):
+        shown = subprocess.run([*BENCH, "--out", str(out), "--dry-run", "--json"], capture_output=True, check=True)
+        left.append(json.loads(shown.stdout)["rows"][0]["runs"])
+    assert left[0] - left[1] == 2
+    options = argparse.Namespace(records=lines, name="none", out=tmp_path)
+    assert bench_roofline.arrived(options, "ddp", 2.0, 1, 4e-3, 1000) == 40
+    assert bench_roofline.arrived(options, "ddp", 2.0, 1, 2e-3, 96) == float("inf")
+    with pytest.raises(bench_roofline.Failure, match="ddp has failed"):  # it would train, but there is no such cluster
+        bench_roofline.arrived(options, "ddp", 2.0, 1, 2e-3, 97)
+
+
+def test_the_speed_up_is_a_ratio_of_seconds_to_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import bench_roofline
+
+    assert bench_roofline.crossing([[10, 3.0], [20, 2.0], [30, 1.0]], 1.5) == 25
+    assert bench_roofline.crossing([[10, 3.0], [20, 2.0]], 1.5) is None
+    time = {"kind": "time", "parameters": 1000, "step_bytes": 100.0}
+    one = time | {"method": "one host", "rate": "unlimited", "first_s": 1.6, "step_s": 0.1}
+    four = time | {"method": "ddp", "rate": "10mbit", "first_s": 3.2, "step_s": 0.2}
+    options = argparse.Namespace(records=[one, four], rates=["10mbit"], methods=["ddp"])
+    found = {"one host": (4e-3, {3: 400.0, 4: 600.0}), "ddp": (4e-3, {3: 100.0, 4: 100.0})}
+    (row,) = bench_roofline.table(options, found)
+    assert (row["least"], row["gain"], row["most"]) == pytest.approx((2.0, 2.5, 3.0))

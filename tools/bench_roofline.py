@@ -1,0 +1,253 @@
+"""Time to equal quality over slow links: four hosts against the best single one, by hvdtrain and by hand.
+
+    sudo make bench-roofline BENCH_ARGS='--short'
+
+Trains `examples/byte_gpt.py` on virtual hosts of half a core. Steps to the target do not depend on the rate of the
+links, nor seconds of a step on the seed, so both are measured alone and multiplied:
+
+  quality  steps, without a limit, to the held-out loss that one host reaches after --batches at its best learning rate.
+           Each method searches its learning rate with seed 1, from --lrs outwards, and is judged by --seeds
+  time     seconds and sent bytes of a step at each rate (--steps 0: none)
+
+A method that does not arrive within the steps of one host has no row: it cannot be faster. Each finished measurement is
+a line of records.jsonl in --out, and is not repeated. `rho` is the least time of the network for an fp32 all-reduce, in
+steps of one host. `bytes` and `steps` are relative to DDP's.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import fnmatch
+import functools
+import itertools
+import json
+import math
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from bench import ROOT, UNLIMITED, hosts_up, limit_s, listed, numbers, on_host, options_of, say, show, throttle
+from bench import words as split
+
+from hvdtrain.system.exits import Failure
+from hvdtrain.system.rates import parse_rate
+
+HOSTS, ONE = "abcd", "one host"
+RIVALS = ["ddp", "fp16", *(f"accumulate:{k}{hook}" for hook in ("", "+fp16") for k in (2, 4, 8))]
+RIVALS += [*(f"powersgd:{rank}" for rank in (1, 2, 4, 8)), "postlocal:8", "postlocal:16", "accelerate:8"]
+OURS = {
+    "hvdtrain balanced": "int4",
+    "hvdtrain fast": "local-sgd:every=16,outer_lr=0.7,outer_momentum=0.6+int4",
+    "hvdtrain every=8": "local-sgd:every=8,outer_lr=0.7,outer_momentum=0.6+int4",
+    "hvdtrain powersgd": "powersgd:rank=16",
+}
+PERIOD = r"(?:every=|accumulate:|postlocal:|accelerate:)(\d+)"
+EVALUATE, WARM_UP, MOST_S = 32, 16, 1800
+"""Steps between evaluations; the script's first steps; seconds of a run"""
+Found = dict[str, tuple[float, dict[int, float]]]
+"""By method, its learning rate and the steps of each seed"""
+
+
+def trained(options: Any, method: str, words: Mapping[str, object], host: str = "a") -> dict[str, Any]:
+    """Run the script by a method on all hosts, or on one, and return the JSON object that it prints. Raises Failure."""
+    script = [ROOT / "examples" / "byte_gpt.py", *(f"--{key}={value}" for key, value in words.items())]
+    ranks, by_hand = (host, []) if method == ONE else (HOSTS, [f"--method={method}"])
+    shared = [f"WORLD_SIZE={len(ranks)}", f"MASTER_ADDR={ranks[0]}", f"MASTER_PORT={random.randrange(20_000, 30_000)}"]
+    commands = [
+        ["env", *shared, f"RANK={rank}", "LOCAL_RANK=0", sys.executable, "-W", "ignore", *script, *by_hand]
+        for rank in range(len(ranks))
+    ]
+    if method in OURS:
+        commands = [["hvdtrain", "launch", "torchrun", "-H", listed(len(HOSTS)), "--strategy", OURS[method], *script]]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HVDTRAIN_RECORD": "0", "GLOO_SOCKET_IFNAME": "eth0"}
+    log, jobs = options.out / f"{host}.log", []
+    try:
+        for at, command in zip(ranks, commands, strict=False):
+            with (log if at == ranks[0] else log.with_name(f"rank-{at}.log")).open("w") as file:
+                inside = on_host(options.name, command, at)
+                jobs.append(subprocess.Popen(inside, cwd=ROOT, env=environment, stdout=file, stderr=file))
+        jobs[0].wait(MOST_S)
+    except subprocess.TimeoutExpired:
+        raise Failure(f"{method} has not ended in {MOST_S} s; hint: see {log}") from None
+    finally:
+        for job in jobs:
+            job.terminate()
+            job.wait(60)
+    if not (found := re.findall(r"^\{.*\}$", log.read_text(), re.MULTILINE)):
+        raise Failure(f"{method} has failed: {log.read_text().strip()[-200:]}; hint: see {log}")
+    return dict(json.loads(found[-1]))
+
+
+# --- measurements -----------------------------------------------------------------------------------------------------
+
+
+def kept(options: Any, **key: object) -> list[dict[str, Any]]:
+    return [each for each in options.records if key.items() <= each.items()]
+
+
+def keep(options: Any, **record: Any) -> dict[str, Any]:
+    options.records.append(record | {"load": os.getloadavg()[0]})
+    with (options.out / "records.jsonl").open("a") as file:
+        file.write(json.dumps(options.records[-1]) + "\n")
+    say({name: value for name, value in options.records[-1].items() if name != "curve"})
+    return dict(options.records[-1])
+
+
+def crossing(curve: Sequence[Sequence[float]], target: float) -> float | None:
+    """Where straight lines between [place, loss] first reach the target."""
+    for (place, loss), (later, lower) in itertools.pairwise(curve):
+        if lower <= target < loss:
+            return place + (later - place) * (loss - target) / (loss - lower)
+    return curve[0][0] if curve[0][1] <= target else None
+
+
+def run(options: Any, method: str, target: float, seed: int, lr: float, most: int) -> dict[str, Any]:
+    """The record of a training to the target, or of one that has made `most` steps without reaching it."""
+    key = {"kind": "quality", "method": method, "target": target, "seed": seed, "lr": lr}
+    for found in kept(options, **key):
+        if found["steps"] or found["most"] >= most:
+            return found
+    words = {"lr": lr, "seed": seed, "steps": most, "evaluate": EVALUATE, "target": target}
+    curve = trained(options, method, words | {"start": options.out / "start.pt"})["curve"]
+    return keep(options, **key, most=most, steps=crossing([each[:2] for each in curve], target), curve=curve)
+
+
+def arrived(*which: Any) -> float:
+    return float(run(*which)["steps"] or math.inf)
+
+
+def searched(lrs: Sequence[float], most: int, value: Callable[[float, int], float]) -> tuple[float, float]:
+    """The learning rate of the least value, and that value. An end that is best is followed by factors of two."""
+    found, left = dict[float, float](), [*lrs]
+    while left:
+        lr = left.pop(0)
+        found[lr] = value(lr, math.ceil(min(most, *found.values(), math.inf)))  # a later one need not arrive
+        best = min(found, key=found.__getitem__)
+        if not left and found[best] < math.inf:
+            left = [beyond for end, beyond in ((min(found), best / 2), (max(found), best * 2)) if best == end]
+    return best, found[best]
+
+
+def quality(options: Any) -> tuple[float, Found]:
+    """The target, and what has arrived."""
+    if not (options.out / "start.pt").exists():
+        trained(options, ONE, {"steps": 400, "evaluate": 400, "save": options.out / "start.pt"})
+    most, found = options.batches, Found()
+    lr, target = searched(options.lrs, most, lambda lr, _: run(options, ONE, 0.0, 1, lr, most)["curve"][-1][1])
+    found[ONE] = lr, {seed: arrived(options, ONE, target, seed, lr, 2 * most) for seed in options.seeds}
+    for method in options.methods:
+        try:
+            lr, least = searched(options.lrs, most, functools.partial(arrived, options, method, target, 1))
+            if least < math.inf:
+                found[method] = lr, {seed: arrived(options, method, target, seed, lr, most) for seed in options.seeds}
+        except Failure as failure:  # the others are still worth comparing
+            say(str(failure))
+    return target, found
+
+
+def times(options: Any) -> None:
+    """Time at least six exchanges of each method at each rate, and --steps steps where they take less than 30 s."""
+    for method, rate in [(ONE, UNLIMITED), *itertools.product(options.methods, options.rates)]:
+        if kept(options, kind="time", method=method, rate=rate):
+            continue
+        period = int(next(iter(re.findall(PERIOD, OURS.get(method, method))), 1))
+        sent = max((8 * each["step_bytes"] for each in kept(options, kind="time", method=method)), default=1)
+        exchanges = 0 if method == ONE else max(6, 30 * parse_rate(rate) / sent / period)
+        count = period * math.ceil(min(options.steps / period, exchanges or math.inf))
+        try:
+            throttle(options.name, rate)
+            with concurrent.futures.ThreadPoolExecutor(len(HOSTS)) as pool:  # one host is the mean of all, at work
+                train = functools.partial(trained, options, method, {"steps": WARM_UP + count})
+                runs = [*pool.map(train, HOSTS if method == ONE else HOSTS[0])]
+            names = ("parameters", "first_s", "step_s", "step_bytes")
+            means = {name: statistics.mean(each[name] for each in runs) for name in names}
+            keep(options, kind="time", method=method, rate=rate, **means)
+        except Failure as failure:
+            say(str(failure))
+
+
+# --- their products ---------------------------------------------------------------------------------------------------
+
+
+def seconds(options: Any, method: str, rate: str, steps: float) -> float:
+    """To the target: the first steps, which some methods make with exact sums, and the others."""
+    timed = kept(options, kind="time", method=method, rate=rate)[0]
+    return float(timed["first_s"] + (steps - WARM_UP) * timed["step_s"])
+
+
+def table(options: Any, found: Found) -> list[dict[str, Any]]:
+    """A row for each rate and method that arrives, with the median, least and greatest speed-up of the seeds."""
+    one, rows = kept(options, kind="time", method=ONE)[0], []
+    for rate in options.rates:
+        timed = {each["method"]: each for each in kept(options, kind="time", rate=rate)}
+        of_rate: list[dict[str, Any]] = []
+        for method in (each for each in options.methods if each in timed and each in found):
+            lr, steps = found[method]
+            row = {"rho": limit_s(len(HOSTS), 4 * int(one["parameters"]), parse_rate(rate)) / one["step_s"]}
+            row |= {"method": method, "lr": lr, "step_s": timed[method]["step_s"]}
+            row["bytes"] = timed[method]["step_bytes"] / timed["ddp"]["step_bytes"]
+            row["steps"] = statistics.mean(steps.values()) / statistics.mean(found["ddp"][1].values())
+            alone = {seed: seconds(options, ONE, UNLIMITED, count) for seed, count in found[ONE][1].items()}
+            gains = [alone[seed] / seconds(options, method, rate, count) for seed, count in steps.items()]
+            of_rate.append(row | {"gain": statistics.median(gains), "least": min(gains), "most": max(gains)})
+        for names, mark in ((RIVALS, "rival"), (OURS, "ours")):
+            if mine := [row for row in of_rate if row["method"] in names]:
+                max(mine, key=lambda row: row["gain"])["best"] = mark
+        rows += [{"best": "", **row} for row in of_rate]
+    return rows
+
+
+def check(options: Any, target: float, found: Found) -> list[dict[str, Any]]:
+    """Train random cells whole at their rate. The prediction is a record before the run begins."""
+    cells = [*itertools.product(options.rates, (method for method in found if method != ONE))]
+    for rate, method in random.Random(1).sample(cells, min(options.check, len(cells))):
+        key, (lr, steps), seed = {"method": method, "rate": rate}, found[method], options.seeds[0]
+        if not kept(options, kind="check", **key):
+            expected = seconds(options, method, rate, statistics.mean(steps.values()))
+            keep(options, kind="prediction", **key, expected_s=expected)
+            throttle(options.name, rate)
+            words = {"lr": lr, "seed": seed, "steps": options.batches, "evaluate": EVALUATE, "target": target}
+            curve = trained(options, method, words | {"start": options.out / "start.pt"})["curve"]
+            made = crossing([[spent, loss] for _, loss, spent in curve], target)
+            keep(options, kind="check", **key, expected_s=expected, made_s=made)
+    return kept(options, kind="check")
+
+
+def main(arguments: list[str]) -> int:
+    rates, out = ["1gbit", "300mbit", "100mbit", "30mbit", "10mbit"], ROOT / "results" / "roofline"
+    top = options_of(__doc__, "roofline", rates=rates, batches=600, steps=40, check=0, only=["*"], skip=[], out=out)
+    top.add_argument("--lrs", type=lambda text: [*map(float, split(text))], default=[4e-3, 2e-3, 8e-3])
+    top.add_argument("--seeds", type=numbers, default=[3, 4, 5], help="(default: 3,4,5)")
+    top.add_argument("--short", action="store_true", help="one rate, three methods and one seed: about 15 minutes")
+    top.add_argument("--dry-run", action="store_true", help="say how many runs are left")
+    options = top.parse_args(arguments)
+    if options.short:
+        options.rates, options.seeds, options.only = ["100mbit"], [3], ["accumulate:4", "hvdtrain balanced"]
+    named = [*RIVALS, *OURS]
+    chosen, skipped = (
+        [name for each in given for name in fnmatch.filter(named, each)] for given in (options.only, options.skip)
+    )
+    options.methods = ["ddp", *(each for each in dict.fromkeys(chosen) if each not in ("ddp", *skipped))]
+    written = options.out / "records.jsonl"
+    options.records = [json.loads(line) for line in written.read_text().splitlines()] if written.exists() else []
+    if options.dry_run:
+        searches = (len(options.methods) + 1) * (len(options.lrs) + len(options.seeds))
+        counts = [("quality", searches, 45), ("time", 1 + len(options.methods) * len(options.rates), 40)]
+        left = [(kind, max(0, count - len(kept(options, kind=kind))), each_s) for kind, count, each_s in counts]
+        return show(options, [{"phase": kind, "runs": runs, "minutes": runs * s / 60} for kind, runs, s in left])
+    options.out.mkdir(parents=True, exist_ok=True)
+    with hosts_up(options.name, len(HOSTS)):
+        target, found = quality(options)
+    if not options.steps:
+        return show(
+            options, [{"method": method, "lr": lr, "steps": [*steps.values()]} for method, (lr, steps) in found.items()]
+        )
+    with hosts_up(options.name, len(HOSTS), 0.5):
+        times(options)
+        checked = check(options, target, found)
+    return show(options, [*table(options, found), *checked])

@@ -94,9 +94,9 @@ def test_a_script_under_a_quota_has_the_launchers_threads_and_steps_that_its_quo
 
 @pytest.fixture(scope="module")
 def unequal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two virtual hosts, a and b, of 0.6 and 0.2 cores."""
+    """Two virtual hosts, a and b, of 1 and 0.5 cores. Less of a core imports PyTorch for minutes."""
     topology, made = tmp_path_factory.mktemp("topology") / "t.toml", Cluster(unique())
-    topology.write_text("slots = 1\n[hosts.a]\ncpu_share = 0.6\n[hosts.b]\ncpu_share = 0.2\n")
+    topology.write_text("slots = 1\n[hosts.a]\ncpu_share = 1\n[hosts.b]\ncpu_share = 0.5\n")
     assert (done := made.run("up", "--topology", str(topology))).returncode == 0, done.stderr
     try:
         yield made

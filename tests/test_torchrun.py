@@ -168,6 +168,7 @@ dist.init_process_group("gloo")
 value = torch.ones(3) * (dist.get_rank() + 1)
 dist.all_reduce(value)
 print(json.dumps({"rank": dist.get_rank(), "sum": float(value[0]), "host": socket.gethostname()}))
+dist.destroy_process_group()
 """
 
 
@@ -209,7 +210,7 @@ def test_hosts_find_each_other_whatever_they_call_themselves_and_their_interface
     with renamed(cluster, tmp_path):
         for hosts in ("a:1,b:1", "vm1:1,10.77.0.2:1", "localhost:1,alias:1", "b:1,a:1"):
             done = cluster.on("a", "hvdtrain", "launch", "torchrun", "-H", hosts, str(script), timeout_s=100)
-            assert done.returncode == 0, (hosts, done.stderr)
+            assert done.returncode == 0, f"{hosts}: {done.stderr}"
             lines = [json.loads(line) for line in re.findall(r"\{.*?\}", done.stdout)]
             first = "vm2" if hosts.startswith("b") else "vm1"
             assert {line["rank"]: line["host"] for line in lines}[0] == first, "ranks are numbered in the hosts' order"

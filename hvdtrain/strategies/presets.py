@@ -33,7 +33,7 @@ LOCAL_SGD = "local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4"
 ADAM = {
     "exact": Preset("hierarchical", "0.40 s at 100 Mbit/s, 3.6 s at 10", "1", "loss 1.354"),
     "balanced": Preset("int4", "0.11 s at 100 Mbit/s, 0.60 s at 10", "1/7", "loss 1.355"),
-    "fast": Preset(LOCAL_ADAM, "time not measured", "1/114", "loss 1.430"),
+    "fast": Preset(LOCAL_ADAM, "0.08 s at 100 Mbit/s, 0.12 s at 10", "1/114", "loss 1.430"),
 }
 SGD = {
     "exact": Preset("hierarchical", "0.94 s at 100 Mbit/s, 7.6 s at 10 (projected), 128x128", "1", "accuracy 89.51 %"),

@@ -1,7 +1,4 @@
-"""The documentation: its links, its commands, and its generated pages and figures.
-
-The README's session is run by programs/first_hour.py --session.
-"""
+"""The documentation: links, commands, generated pages and figures. programs/first_hour.py runs the README's session."""
 
 from __future__ import annotations
 

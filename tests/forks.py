@@ -1,10 +1,10 @@
-"""Ranks that start at once: forks of a process that has imported a framework, which takes a new one seconds.
+"""Ranks that start at once, as forks of a process that has already imported a framework.
 
     forks.py MODULE ...
 
 Imports the modules. A line on stdin is a job of `conftest.launch`: ranks, Python's arguments, the environment, folder,
 files for stdout and stderr, and the longest time, as JSON. The answer is a line with the job's exit code. As under
-torchrun, a rank that fails ends the others. They end as any process does, so what they do at their end runs.
+torchrun, a rank that fails ends the others. They end like other processes, with their exit handlers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 GRACE_S = 10.0
-"""Time for the others to end by themselves"""
+"""Time for the other ranks to end before they are killed"""
 
 
 def become(job: Mapping[str, Any], rank: int) -> None:
@@ -68,7 +68,7 @@ def ended(ranks: Sequence[int], limit_s: float) -> int:
 
 
 def served() -> list[str]:
-    """Start jobs until there are no more. Returns only in ranks, with the words of their program."""
+    """Start jobs until stdin ends. Returns only in ranks, with the words of their program."""
     for line in iter(sys.stdin.readline, ""):
         job, ranks = json.loads(line), list[int]()
         for rank in range(job["ranks"]):

@@ -202,7 +202,7 @@ def test_long_parts_of_equal_length_arrive_separately(count: int, size: int) -> 
 
 
 def test_received_arrays_are_writable_and_inputs_do_not_change() -> None:
-    """A reducer works in place on what it receives."""
+    """A reducer works in place on the arrays that it receives."""
     with connected(3) as all_hosts:
         part = np.ones(4, np.float32)
         results = at_once([lambda hosts=hosts: hosts.all_gather(part) for hosts in all_hosts])

@@ -111,7 +111,7 @@ def test_a_failure_of_one_rank_is_the_jobs_and_ends_the_others(tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize(("codes", "code", "saved"), [("75,75", 75, [0, 1]), ("0,", 75, [0]), (",", 143, [])])
 def test_ranks_on_several_hosts_save(cluster: Cluster, tmp_path: Path, codes: str, code: int, saved: list[int]) -> None:
-    """Also if those of one host end at once."""
+    """Also if the ranks of one host end at once."""
     start = cluster.command("exec", "a", "--", "hvdtrain", "launch", "torchrun", "-H", "b:1,a:1")
     job = Job(tmp_path, start, codes, 6.5, "--grace", "200")
     assert job.end(signal.SIGTERM) == (code, dict.fromkeys(saved, 1)), (tmp_path / "stderr").read_text()
@@ -384,7 +384,7 @@ def serving(job: str, secret: bytes) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.root
 def test_a_key_is_for_one_process_of_the_same_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another user gets nothing, and cannot give a key of its own. Nothing serves a job whose launcher is gone."""
+    """Another user gets nothing, and cannot replace the key. Nothing serves a job whose launcher is gone."""
     job, secret = unique(), bytes(range(32))
     with serving(job, secret) as server:
         until(lambda: f"@hvdtrain-0-{job}" in Path("/proc/net/unix").read_text())

@@ -32,8 +32,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bench import ROOT, UNLIMITED, hosts_up, limit_s, listed, numbers, on_host, options_of, say, show, throttle
-from bench import words as split
 
+from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.rates import parse_rate
 
@@ -46,7 +46,6 @@ OURS = {
     "hvdtrain every=8": "local-sgd:every=8,outer_lr=0.7,outer_momentum=0.6+int4",
     "hvdtrain powersgd": "powersgd:rank=16",
 }
-PERIOD = r"(?:every=|accumulate:|postlocal:|accelerate:)(\d+)"
 EVALUATE, WARM_UP, MOST_S = 32, 16, 1800
 """Steps between evaluations; the script's first steps; seconds of a run"""
 Found = dict[str, tuple[float, dict[int, float]]]
@@ -155,7 +154,9 @@ def times(options: Any) -> None:
     for method, rate in [(ONE, UNLIMITED), *itertools.product(options.methods, options.rates)]:
         if kept(options, kind="time", method=method, rate=rate):
             continue
-        period = int(next(iter(re.findall(PERIOD, OURS.get(method, method))), 1))
+        period = int(
+            next(iter(re.findall(r"(?:every=|accumulate:|local:|accelerate:)(\d+)", OURS.get(method, method))), 1)
+        )
         sent = max((8 * each["step_bytes"] for each in kept(options, kind="time", method=method)), default=1)
         exchanges = 0 if method == ONE else max(6, 30 * parse_rate(rate) / sent / period)
         count = period * math.ceil(min(options.steps / period, exchanges or math.inf))
@@ -164,8 +165,7 @@ def times(options: Any) -> None:
             with concurrent.futures.ThreadPoolExecutor(len(HOSTS)) as pool:  # one host is the mean of all, at work
                 train = functools.partial(trained, options, method, {"steps": WARM_UP + count})
                 runs = [*pool.map(train, HOSTS if method == ONE else HOSTS[0])]
-            names = ("parameters", "first_s", "step_s", "step_bytes")
-            means = {name: statistics.mean(each[name] for each in runs) for name in names}
+            means = {name: statistics.mean(each[name] for each in runs) for name in runs[0] if name != "curve"}
             keep(options, kind="time", method=method, rate=rate, **means)
         except Failure as failure:
             say(str(failure))
@@ -220,8 +220,8 @@ def check(options: Any, target: float, found: Found) -> list[dict[str, Any]]:
 
 def main(arguments: list[str]) -> int:
     rates, out = ["1gbit", "300mbit", "100mbit", "30mbit", "10mbit"], ROOT / "results" / "roofline"
-    top = options_of(__doc__, "roofline", rates=rates, batches=600, steps=40, check=0, only=["*"], skip=[], out=out)
-    top.add_argument("--lrs", type=lambda text: [*map(float, split(text))], default=[4e-3, 2e-3, 8e-3])
+    top = options_of(__doc__, "roofline", rates=rates, batches=600, steps=40, check=0, only=["*"], out=out)
+    top.add_argument("--lrs", type=lambda text: [*map(float, text.split(","))], default=[4e-3, 2e-3, 8e-3])
     top.add_argument("--seeds", type=numbers, default=[3, 4, 5], help="(default: 3,4,5)")
     top.add_argument("--short", action="store_true", help="one rate, three methods and one seed: about 15 minutes")
     top.add_argument("--dry-run", action="store_true", help="say how many runs are left")
@@ -229,16 +229,20 @@ def main(arguments: list[str]) -> int:
     if options.short:
         options.rates, options.seeds, options.only = ["100mbit"], [3], ["accumulate:4", "hvdtrain balanced"]
     named = [*RIVALS, *OURS]
-    chosen, skipped = (
-        [name for each in given for name in fnmatch.filter(named, each)] for given in (options.only, options.skip)
-    )
-    options.methods = ["ddp", *(each for each in dict.fromkeys(chosen) if each not in ("ddp", *skipped))]
+    if not (chosen := [name for each in options.only for name in fnmatch.filter(named, each)]):
+        top.error(f"--only: no such method; hint: choose from {', '.join(named)}")
+    options.methods = ["ddp", *(each for each in dict.fromkeys(chosen) if each != "ddp")]
     written = options.out / "records.jsonl"
-    options.records = [json.loads(line) for line in written.read_text().splitlines()] if written.exists() else []
+    try:
+        options.records = [json.loads(line) for line in written.read_text().splitlines()] if written.exists() else []
+    except ValueError as error:
+        raise Failure(f"{written} is damaged ({error}); hint: remove its last line", exits.BAD_DATA) from None
     if options.dry_run:
         searches = (len(options.methods) + 1) * (len(options.lrs) + len(options.seeds))
         counts = [("quality", searches, 45), ("time", 1 + len(options.methods) * len(options.rates), 40)]
-        left = [(kind, max(0, count - len(kept(options, kind=kind))), each_s) for kind, count, each_s in counts]
+        cells = [*itertools.product((ONE, *options.methods), (UNLIMITED, *options.rates))]
+        done = [each["kind"] for each in options.records if (each["method"], each.get("rate", UNLIMITED)) in cells]
+        left = [(kind, max(0, count - done.count(kind)), each_s) for kind, count, each_s in counts]
         return show(options, [{"phase": kind, "runs": runs, "minutes": runs * s / 60} for kind, runs, s in left])
     options.out.mkdir(parents=True, exist_ok=True)
     with hosts_up(options.name, len(HOSTS)):

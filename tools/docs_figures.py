@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws the figures of the documentation, each in a light and a dark variant, from the pages' tables and records.
 
-The colours and the encoding are those of `hvdtrain results plot`. Diagrams without numbers (decision, architecture) are
+Colours and encoding are the same as in `hvdtrain results plot`. Diagrams without numbers (decision, architecture) are
 drawn by hand: edit the light variant, which gives the dark one.
 
 python tools/docs_figures.py            # writes docs/figures/*-light.svg and *-dark.svg

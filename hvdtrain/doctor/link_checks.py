@@ -200,7 +200,7 @@ def judge_speed(
     what, slowest, fixes = f"{show_rate(there)} there, {show_rate(back)} back", min(there, back), list[str]()
     if delay_ms is not None:
         what += f", {delay_ms:.2g} ms round trip"
-    if delay_ms is not None and slow_ms is not None and slow_ms - delay_ms > UNSTEADY_MS:
+    if trips_ms is not None and trips_ms[1] - trips_ms[0] > UNSTEADY_MS:
         what += f", but one of five takes {slow_ms:.2g} ms or more: Wi-Fi, or other traffic"
         fixes.append("use a cable, or a strategy that waits seldom (--strategy fast)")
     if nic_mbit and slowest < SHARE_OF_NIC * min(nic_mbit, ONE_STREAM_MBIT):

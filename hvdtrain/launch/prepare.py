@@ -139,7 +139,7 @@ def about(host: str) -> dict[str, str]:
 
 
 def unlike(there: Mapping[str, str]) -> str | None:
-    """Why this environment would not run on a host, of which `about` has told. None if it would."""
+    """Why this environment would not run on a host. None if it would. `there`: the result of `about`."""
     python = Path(sys.executable).resolve()
     system, version = f"{platform.system()} {platform.machine()}", platform.python_version()
     if there["system"] != system:
@@ -257,8 +257,8 @@ def main(arguments: list[str]) -> int:
 
 def install(host: str) -> None:
     """Make the environment on a host, from the checkout that was copied there. Raises Failure (1)."""
-    frameworks, _, extent, *_ = [*Path(sys.prefix, "hvdtrain-setup").read_text().split(), "", "", ""]
-    like_here = ["--demo"] * (extent == "demo") + [frameworks] * (frameworks not in ("any", ""))
+    frameworks, _, extent, *_ = Path(sys.prefix, "hvdtrain-setup").read_text().split()
+    like_here = ["--demo"] * (extent == "demo") + [frameworks] * (frameworks != "any")
     setup = [str(CHECKOUT / "tools" / "setup.sh"), *like_here]
     done = subprocess.run(ssh.command(host, setup, "-T"), stdin=subprocess.DEVNULL)
     if done.returncode:

@@ -27,7 +27,7 @@ def near(word: str, known: Iterable[str]) -> str:
 
 
 TABLE_ROW = re.compile(r"( +\S.*?  +)([^\s#].*)")
-"""A name and what it means; after a # stands a comment of a command, which stays whole"""
+"""A name and its meaning, or a command and its comment after a #, which is not wrapped"""
 
 
 def fitted(text: str) -> str:

@@ -40,7 +40,7 @@ OF_SESSION = (
     *("PYENV_*", "NVM_*", "NIX_*", "NODE_*", "RUST*", "CARGO_*", "JAVA_*", "CLOUD*", "GRPC_*", "*_CERTS*"),
     *("LD_PRELOAD", "SSL_CERT_*", "KRB5CCNAME", "container", "KUBERNETES_*", "SLURM*", "SBATCH_*", "PBS_*", "OMPI_*"),
 )
-"""Variables that the shell, the desktop or the batch system sets, and that nobody misses on another host."""
+"""Variables that the shell, the desktop or the batch system sets, and that ranks on other hosts do not need."""
 MOST_TASKS = 1 << 20
 """Largest accepted number of ranks. It keeps a mistyped number from filling the memory."""
 

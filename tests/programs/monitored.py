@@ -1,6 +1,6 @@
-"""Stands in for a rank: is watched by a real sampler while it does what the words after the folder say, one by one.
+"""A process like a rank, which a real sampler watches while it carries out the commands that follow the folder.
 
-What it measured of itself goes to stdout as one JSON object. Ends with 0 if nothing of the monitors disturbed it.
+Prints its own measurements as a JSON object. Its exit code is 0 if the monitors did not disturb it.
 """
 
 import json
@@ -40,7 +40,7 @@ def do(word):
     name, _, value = word.partition("=")
     if name == "sleep":
         time.sleep(float(value))
-    elif name == "samples":  # so many more are recorded: all but the first began after what came before
+    elif name == "samples":  # more of them are recorded; all but the first began after the commands before
         (path,) = FOLDER.glob("monitors/*.jsonl")
         wanted = path.read_bytes().count(b"\n") + int(value)
         while path.read_bytes().count(b"\n") < wanted:

@@ -1,8 +1,8 @@
 """What scripts do with their weights between two averages, each time next to the same training written by hand.
 
-Usage: own_idioms.py STRATEGY... Two ranks that play two hosts. By hand means: each rank trains a model of its own, and
-the ranks average these (`Hand`). Rank 0 prints JSON: for each strategy and idiom, the largest distance of what the
-script read and of the weights at the end, of all ranks; and the messages for what is refused.
+Usage: own_idioms.py STRATEGY... Two ranks that play two hosts. By hand (`Hand`) each rank trains its own model, and
+the ranks average the weights. Rank 0 prints JSON: for each strategy and idiom, the largest distance of what the
+script read and of the weights at the end, of all ranks; and the error messages of unsupported idioms.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def accumulates_by_no_sync(s: Script) -> None:
 
 
 def averages_copies(s: Script) -> None:
-    """Stochastic weight averaging, and copies and pickles of what is attached."""
+    """Stochastic weight averaging, and copies and pickles of attached models."""
     swa = torch.optim.swa_utils.AveragedModel(s.net)
     for _ in range(6):
         s.step()

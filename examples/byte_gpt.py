@@ -160,8 +160,9 @@ def main():
         if options.save:
             torch.save(evaluated.state_dict(), options.save)
         print(json.dumps(found), flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    # Here DDP is gone. Its destructor, if it were the last to hold the group, could wait for ever for a thread of Gloo.
+    dist.destroy_process_group()

@@ -25,7 +25,6 @@ def parser() -> Parser:
         prog="python -m hvdtrain.ddp",
         usage="python -m hvdtrain.ddp [--strategy S] (SCRIPT | -m MODULE) [ARGUMENT ...]",
         description=__doc__,
-        allow_abbrev=False,
     )
     top.add_argument("--strategy", metavar="S", help="(default: HVDTRAIN_STRATEGY, or exact)")
     top.add_argument("-m", action="store_true", dest="module", help="SCRIPT names a module")

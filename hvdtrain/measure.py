@@ -37,7 +37,7 @@ PACKAGES = ("torch", "numpy", "hvdtrain")
 
 
 def parser() -> Parser:
-    top = Parser(prog="hvdtrain measure", description=PURPOSE, allow_abbrev=False)
+    top = Parser(prog="hvdtrain measure", description=PURPOSE)
     top.add_argument(
         "-H", "--hosts", required=True, metavar="A:1,B:1", help="the hosts and their ranks, this one first"
     )

@@ -137,6 +137,7 @@ MISTAKES = [
     ("throttle 10mbit --hosts -oProxyCommand=x --dev eth1 --dry-run", 2, "--hosts"),
     ("doctor -H=-oProxyCommand=x", 2, "not a host name"),
     ("train resnet --batchsize 3", 2, "did you mean --batch-size?"),
+    ("hosts prepare --instal -H a:1", 2, "did you mean --install?"),
     ("launch mpirun python x.py", 2, "no hosts"),
     ("launch mpirun -np 0 python", 2, "-np is 0"),
     ("launch mpirun -H localhost --set X python", 2, "NAME=VALUE"),

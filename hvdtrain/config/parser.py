@@ -52,7 +52,6 @@ class OptionParser(Parser):
             usage=argparse.SUPPRESS,  # the help starts with the purpose
             description=purpose,
             epilog=EPILOG,
-            allow_abbrev=False,  # launchers look for --run-dir and --resume in a command line
             argument_default=argparse.SUPPRESS,
             add_help=False,
         )

@@ -78,7 +78,6 @@ def parser(launcher: str, program: str | None = None) -> Parser:
         usage=f"{program} [options] COMMAND [ARGUMENT ...]",
         description=f"Start COMMAND on every rank with {launcher} and settings that suit the link between the hosts.",
         epilog=EXAMPLES.format(program=program),
-        allow_abbrev=False,
     )
     top.set_defaults(program=program)
     add = top.add_argument

@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).with_name("slurm.sbatch")
 
 def parser() -> Parser:
     usage = "hvdtrain slurm [--dry-run] [OPTION OF SBATCH ...] -- COMMAND [ARGUMENT ...]"
-    top = Parser(prog="hvdtrain slurm", usage=usage, description=__doc__, allow_abbrev=False)
+    top = Parser(prog="hvdtrain slurm", usage=usage, description=__doc__)
     top.add_argument("--dry-run", action="store_true", help="print the sbatch command and submit nothing")
     return top
 

@@ -65,7 +65,7 @@ class PlanParser(Parser):
 
 
 def parser() -> Parser:
-    top = PlanParser(prog="hvdtrain plan", description=PURPOSE, allow_abbrev=False)
+    top = PlanParser(prog="hvdtrain plan", description=PURPOSE)
     top.add_argument("workload", nargs="?", help="a workload: see `hvdtrain train`, or a script")
     top.add_argument("--parameters", metavar="N", help="plan a model of this size, such as 124M, which is not here")
     top.add_argument("--trainable", metavar="N", help="with --parameters: how many are trained (default: all)")

@@ -50,7 +50,8 @@ class Parser(argparse.ArgumentParser):
     """Help starts with the purpose. An error is a one-line Failure (2) with a suggestion for the misspelt word."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **settings})
+        # Launchers look for whole names, such as --run-dir, in a command line.
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)
 
     def format_help(self) -> str:
         formatter = self._get_formatter()

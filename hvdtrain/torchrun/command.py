@@ -46,7 +46,6 @@ def parser() -> Parser:
         usage=f"{PROGRAM} [options] (SCRIPT | -m MODULE) [ARGUMENT ...]",
         description="Start a script on all hosts whose DistributedDataParallel exchanges by a strategy.",
         epilog=f"examples:\n  {PROGRAM} -H a:1,b:1 --strategy fast examples/hf_lora.py",
-        allow_abbrev=False,
     )
     top.set_defaults(np=None, set=[], mca=[])
     add = top.add_argument

@@ -35,7 +35,7 @@ ACTIONS = ("show", "verify", "clear")
 
 
 def parser() -> Parser:
-    top = Parser(prog="tools/throttle.sh", description=PURPOSE, allow_abbrev=False)
+    top = Parser(prog="tools/throttle.sh", description=PURPOSE)
     add = top.add_argument
     add("what", nargs="?", metavar="RATE|show|verify|clear", help="a rate such as 10mbit, or an action")
     add("--up", metavar="RATE", help="rate at which a host sends; `none`: unlimited")

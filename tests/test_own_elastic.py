@@ -34,6 +34,7 @@ def check(found: list[Any], steps: int | None = None) -> None:
         (4, "powersgd:rank=2", {}, [[1, 3, 1], [0, 8, 3]]),
         (3, "local-sgd:every=2", {}, [[0, 5, 5]]),
         (3, "hierarchical", {"fp16": True}, [[0, 3, 2]]),
+        (3, "hierarchical", {"late_s": 1}, [[0, -1, 0]]),
     ],
 )
 @pytest.mark.slow

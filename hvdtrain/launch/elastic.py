@@ -70,6 +70,8 @@ class ElasticJob:
         self._code: int | None = None
         self._began: set[int] = set()
         self._joined: set[int] = set()
+        # Hosts that were lost while others had not come to step 0, with the reason, and how long to wait for these
+        self._early: dict[int, tuple[str, float]] = {}
         self._finished = self._ending = False
         self._give_up_at = math.inf
         self._gathers = Gathers()
@@ -232,10 +234,16 @@ class ElasticJob:
     # --- members ---------------------------------------------------------------------------------------------------
 
     def _check(self, now: float) -> None:
-        """Look for silent hosts, and for members that could not connect."""
+        """Look for silent hosts, hosts that were lost before step 0, and members that could not connect."""
         for index, host in enumerate(self._hosts):
             if not host.gone and now - host.heard_at > SILENCE_S:
                 self._lose(index, f"host {host.name} is silent for {SILENCE_S:g} s (host or link down)")
+        for index, (reason, until) in [*self._early.items()]:
+            if self._all_began:
+                del self._early[index]
+                self._continue_without(index, reason)
+            elif now >= until:
+                self._end(f"{reason} before step 0")
         if self._again_at is not None and now > self._again_at and not self._ending:
             for index in [*self._members.returned]:
                 host = self._hosts[index]
@@ -275,8 +283,14 @@ class ElasticJob:
             self._announce()
             return
         if self._members.number == 0 and not self._all_began:
-            self._end(f"{reason} before step 0")
-            return
+            if self._began:
+                self._early[index] = reason, time.monotonic() + SILENCE_S
+            else:
+                self._end(f"{reason} before step 0")
+        else:
+            self._continue_without(index, reason)
+
+    def _continue_without(self, index: int, reason: str) -> None:
         if problem := self._members.lose(index):
             self._end(f"{reason}; {problem}")
             return
@@ -286,8 +300,9 @@ class ElasticJob:
 
     @property
     def _all_began(self) -> bool:
-        """Whether all present ranks have come to step 0."""
-        return self._began >= {*self._members.ranks(self._hosts)}
+        """Whether all ranks of hosts that are not lost have come to step 0."""
+        hosts = [self._hosts[index] for index in self._members.present]
+        return self._began.issuperset(rank for host in hosts if not host.lost for rank in host.ranks)
 
     def _add_hosts(self, now: float) -> None:
         """Take in hosts that were added to the hostfile, as hosts that are lost and may come back now."""

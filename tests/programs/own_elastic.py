@@ -4,7 +4,7 @@
 
 KILLS is a JSON list of [rank, step, n]: from that step on, the rank dies before its n-th message, once. ARGUMENTS is a
 JSON object of arguments of DistributedOptimizer, and sleep_s, the time that each step takes longer while a rank is
-missing. Used by test_own_elastic.py.
+missing. With late_s, rank 0 dies when it begins, and the others begin these seconds later. Used by test_own_elastic.py.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ import torch
 
 import hvdtrain.torch as hvd
 from hvdtrain.comm.backends import tcp
+from hvdtrain.comm.elastic import ElasticCommunicator
 
 SAMPLES, BATCH, EPOCHS = 72, 3, 3
 
 folder, kills = Path(sys.argv[1]), json.loads(sys.argv[2])
 arguments: dict[str, Any] = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
-sleep_s = arguments.pop("sleep_s", 0)
+sleep_s, late_s = (arguments.pop(name, 0) for name in ("sleep_s", "late_s"))
 if arguments.pop("fp16", False):
     arguments["compression"] = hvd.Compression.fp16
 hvd.init()
@@ -65,6 +66,17 @@ def die_in_message(number: int) -> None:
         return swap(*arguments)
 
     tcp.swap = deadly
+
+
+def begin_apart(self: Any, run: Any) -> None:
+    time.sleep(late_s * (first_rank > 0))
+    begin(self, run)
+    if first_rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if late_s:
+    begin, ElasticCommunicator.begin = ElasticCommunicator.begin, begin_apart
 
 
 @hvd.elastic.run

@@ -5,7 +5,7 @@ TEST_WORKERS ?= $(shell expr $$(nproc) + 1)
 SHELL := bash
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint bench bench-strategies chaos horovod-suite install-matrix gpu-check docs clean
+.PHONY: help setup demo test test-all test-failed lint bench bench-strategies chaos horovod-suite install-matrix gpu-check docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -28,6 +28,9 @@ test: setup  ## run the tests that are not marked slow, or some: TEST_ARGS='test
 
 test-all:  ## run all tests, as CI does
 	@$(MAKE) --no-print-directory test TEST_ARGS='-m "slow or not slow"'
+
+test-failed:  ## repeat the tests that failed in the last run
+	@$(MAKE) --no-print-directory test TEST_ARGS='--last-failed --last-failed-no-failures none -m "slow or not slow"'
 
 lint: setup  ## ruff, mypy, import contracts, lines per folder, imports of the tests, and the syntax of the shell scripts
 	.venv/bin/ruff check .

@@ -34,14 +34,14 @@ from hvdtrain.plan.prediction import Host
 from hvdtrain.plan.profile import Point, Profile
 from hvdtrain.plan.simulation import Message, Node, Traffic, simulate
 from hvdtrain.records.metrics import Accuracy
-from hvdtrain.strategies.automatic import Rule, rule
+from hvdtrain.strategies.automatic import rule
 from hvdtrain.strategies.cost import Layout, elements
 from hvdtrain.strategies.spec import parse
 from hvdtrain.training.framework import make_replica
 
 SLOW, FAST = Link.of_rate(10e6), Link.of_rate(1e9)
 SHAPES = [list(shape) for shape in parameters(ResNetSpec(channels=1, classes=10, width=0.125)).values()]
-CODING = {"hierarchical": 0.002, "bf16": 0.003, "int8": 0.01, "int4": 0.012}
+CODING = {"hierarchical": 0.002, "bf16": 0.003, "int8": 0.01, "int4": 0.012, "powersgd:rank=16": 0.02}
 CODING |= {"powersgd:rank=4": 0.008, "powersgd:rank=12,bits=4": 0.02, "powersgd:rank=16,bits=4": 0.02}
 STRATEGIES = [*learning.SHOWN, "allreduce", "native", "central", "async-ps"]
 
@@ -292,20 +292,17 @@ def test_time_to_accuracy_is_less_certain_than_both_of_its_factors() -> None:
 
 
 def test_rules_limit_what_auto_may_choose() -> None:
-    config = TrainConfig()
-
-    def names(text: str) -> list[str]:
-        found = rule(text)
-        assert found is not None
-        return [str(each) for each in choice.candidates(found, config)]
+    def names(text: str, optimizer: str = "sgd") -> list[str]:
+        found = choice.candidates(rule(text), TrainConfig(optimizer=optimizer))  # type: ignore[arg-type]
+        return [str(each) for each in found]
 
     assert names("auto") == learning.candidates("sgd")
     assert set(learning.candidates("sgd")).isdisjoint(learning.OTHERS)
+    assert [str(parse(name)) for name in learning.SHOWN] == [*learning.SHOWN], "or a prediction finds no record"
     assert names("auto:exact") == ["hierarchical"]
     allowed = ["powersgd:rank=4", "local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4"]
     assert names("auto:within=0.3") == ["hierarchical", *allowed]
-    with_muon = choice.candidates(rule("auto") or Rule(), TrainConfig(optimizer="muon"))
-    assert [str(each) for each in with_muon] == ["hierarchical", "powersgd:rank=16,bits=4"]
+    assert names("auto", "muon") == ["hierarchical", "powersgd:rank=16,bits=4"]
     assert rule("hierarchical") is None
     for text in ("auto:exakt", "auto:within=", "auto:within=-1", "auto:within=nan"):
         fails(lambda text=text: rule(text), 78, "auto:within=0.3")  # type: ignore[misc]
@@ -313,16 +310,19 @@ def test_rules_limit_what_auto_may_choose() -> None:
 
 
 def test_exact_sums_stay_unless_another_strategy_is_clearly_faster() -> None:
-    def chosen(link: Link, text: str = "auto") -> str:
+    def chosen(link: Link, text: str = "auto", optimizer: str = "sgd") -> str:
         found = [
-            prediction.predict(made(), each, hosts(*[link] * 4), 128)
-            for each in choice.candidates(rule(text), TrainConfig())  # type: ignore[arg-type]
+            prediction.predict(made(setup={"optimizer": optimizer}), each, hosts(*[link] * 4), 128)
+            for each in choice.candidates(rule(text), TrainConfig(optimizer=optimizer))  # type: ignore[arg-type]
         ]
         return choice.decide(found).strategy
 
     assert chosen(Link.of_rate(100e9)) == "hierarchical"
     assert chosen(SLOW).startswith("local-sgd:")
     assert chosen(SLOW, "auto:exact") == "hierarchical"
+    adam = [parse(chosen(Link.of_rate(rate), optimizer="adam")) for rate in (1e6, 1e7, 5e7, 1e8, 1e9, 1e11)]
+    sent = [each.cost(SHAPES, Layout(ranks=4, hosts=4)).sent_bytes for each in adam]
+    assert sent == sorted(sent) and len(set(sent)) > 3, "a faster link is used for more bytes"
 
 
 def test_all_ranks_choose_alike_and_bytes_are_as_predicted(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def _presets(names: Sequence[str]) -> list[str]:
         lines += ["", f"with --optimizer {optimizer}{others}", f"  measured: {family.model}"]
         for name in names:
             preset = family.presets[name]
-            lines += [f"  {name:<13}{preset.strategy}", f"{'':15}{preset.time}; bytes {preset.sent}; {preset.accuracy}"]
+            lines += [f"  {name:<13}{preset.strategy}", f"{'':15}{preset.time}; bytes {preset.sent}; {preset.learning}"]
     return lines
 
 

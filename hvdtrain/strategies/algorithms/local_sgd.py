@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from array_api_compat import array_namespace
 
-from hvdtrain.comm.arrays import Array, empty, handover, moved, placed_like, same_place, to_host
+from hvdtrain.comm.arrays import Array, empty, handover, moved, placed_like, to_host
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.errors import PeerLost
 from hvdtrain.config.constraints import Checked, bounded
@@ -58,8 +58,7 @@ class InFlight(NamedTuple):
     sent_bytes: Future[int]
     steps: int = 0
     samples: int = 0
-    all_samples: int = 0
-    """Steps, this rank's samples and all ranks' samples of the round"""
+    """Steps and this rank's samples of the round"""
     tail: np.ndarray = np.zeros(1)
     """This rank's totals of the round"""
     before: dict[str, np.ndarray] = {}  # noqa: RUF012 (a default that nobody changes)
@@ -104,7 +103,6 @@ class LocalSGD(Synchronous):
             self.capabilities = dataclasses.replace(self.capabilities, saves_anytime=True)
         self._in_flight: collections.deque[InFlight] = collections.deque()
         self._steps = 0  # of the whole run
-        self._interrupted_steps = 0  # 1 while one of the first steps exchanges gradients
         self._restarted = False
         """Whether this rank's round began with weights that its script has loaded"""
         self._drifted, self._samples, self._all_samples = 0, 0, 0  # steps and samples of the current round
@@ -114,8 +112,6 @@ class LocalSGD(Synchronous):
         self._velocity: Array = np.zeros(self._size if settings.outer_momentum else 0, np.float32)
         self._placed = False
         """Whether these arrays are where the replica has its weights"""
-        self._spare: dict[int, list[Array]] = {}
-        """Arrays to be used again, by size"""
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, reducer_cost: ReducerCost) -> Cost:
@@ -135,20 +131,20 @@ class LocalSGD(Synchronous):
         return []
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
-        (samples, all_samples), self._steps = replica.share(), self._steps + 1
-        if self._steps <= self.settings.start:
-            vector, self._interrupted_steps = replica.vector(), 1
+        samples, all_samples = replica.share()
+        if self._steps < self.settings.start:
+            vector = replica.vector()
             vector[: self._size] *= samples / all_samples  # was a mean over this rank's samples
             exchanged = self._summed(replica, vector, lr, clock)
-            self._interrupted_steps, self.averages = 0, self.averages + 1
+            self._steps, self.averages = self._steps + 1, self.averages + 1
             if self._steps == self.settings.start:
                 self._reducer.drop_residual()  # a residual of gradients is not one of weight changes
             return exchanged
+        self._steps += 1
         with clock.span("compute"):
             if not len(self._anchor):
-                self._set_anchor(replica.weights())
-            elif not self._placed:
-                self._place(replica.weights())
+                self._set_anchor(replica)
+            self._place(replica)
             replica.apply(lr)
             tail = replica.tail()
             self._tail = self._tail + tail
@@ -158,41 +154,26 @@ class LocalSGD(Synchronous):
             self._send(replica, clock)
         return self._receive(replica, clock, self._steps, float(tail[0] / samples))
 
-    def _place(self, like: Array) -> None:
+    def _place(self, replica: Vectors) -> None:
         """Keep this object's arrays where the replica has its weights, after `load` or at the beginning."""
-        self._placed = True
-        if same_place(self._anchor, like):
+        if self._placed:
             return
+        self._placed, like = True, replica.weights()
         aliased = self._began is self._anchor
         self._anchor, self._velocity = moved(self._anchor, like), moved(self._velocity, like)
         self._began = self._anchor if aliased else moved(self._began, like)
         self._in_flight = collections.deque(
             each._replace(own=moved(each.own, like), change=moved(each.change, like)) for each in self._in_flight
         )
-        self._spare.clear()
 
-    def _array(self, size: int) -> Array:
-        """Return an array with arbitrary contents, if possible one that is not used any more."""
-        spare = self._spare.get(size)
-        return spare.pop() if spare else empty(size, self._anchor)
-
-    def _release(self, *unused: Array) -> None:
-        for array in unused:
-            if len(array) and array is not self._anchor:
-                self._spare.setdefault(len(array), []).append(array)
-
-    def _set_anchor(self, weights: Array) -> None:
-        """A round begins, in which all ranks have these weights."""
-        self._place(weights)
-        if len(self._anchor) != len(weights):
-            self._anchor = self._array(self._size)
-        self._anchor[...] = weights
-        self._release(self._began)
-        self._began = self._anchor
+    def _set_anchor(self, replica: Vectors) -> None:
+        """A round begins, in which all ranks have the replica's weights."""
+        self._place(replica)
+        weights = replica.weights()
+        self._anchor = self._began = array_namespace(weights).asarray(weights, copy=True)
 
     def synchronize(self, replica: Vectors, clock: Clock) -> Exchanged:
-        if not self._placed:
-            self._place(replica.weights())
+        self._place(replica)
         if self._drifted and not self._world.suspended:
             self._send(replica, clock)
         return self._receive(replica, clock, self._steps + self.settings.staleness, 0.0)
@@ -201,14 +182,12 @@ class LocalSGD(Synchronous):
         """End the round and start the exchange of its change."""
         with clock.span("compute"):
             weights, xp = replica.weights(), array_namespace(self._anchor)
-            change = self._array(self._size + 1 + self._tail.size)
-            own = self._array(self._size) if self.settings.staleness else change[: self._size]
+            change = empty(self._size + 1 + self._tail.size, self._anchor)
+            own = empty(self._size, self._anchor) if self.settings.staleness else change[: self._size]
             xp.subtract(weights, self._began, out=own)
             xp.multiply(own, self._samples / self._all_samples, out=change[: self._size])
             if self.settings.staleness:
-                if self._began is self._anchor:
-                    self._began = self._array(self._size)
-                self._began[...] = weights
+                self._began = xp.asarray(weights, copy=True)
             else:
                 own = own[:0]
             totals = np.array([self._restarted, *self._tail], np.float32)
@@ -217,8 +196,8 @@ class LocalSGD(Synchronous):
         before: dict[str, np.ndarray] = {}
         work = functools.partial(self._exchange, change, before, handover(change))
         sent = self._thread.submit(self._in_background, change, work)
-        due, round_ = self._steps + self.settings.staleness, (self._drifted, self._samples, self._all_samples)
-        self._in_flight.append(InFlight(due, own, change, sent, *round_, self._tail, before))
+        due = self._steps + self.settings.staleness
+        self._in_flight.append(InFlight(due, own, change, sent, self._drifted, self._samples, self._tail, before))
         self._drifted = self._samples = self._all_samples = 0
         self._tail = np.zeros(1)
 
@@ -264,26 +243,19 @@ class LocalSGD(Synchronous):
     def _take(self, flight: InFlight, replica: Vectors) -> None:
         """Replace this rank's own change by the mean."""
         if flight.void:
-            self._release(flight.own, flight.change)
             return
         self.averages += 1
         self._anchor += self._outer(flight.change[: self._size])
         began = self._anchor
         if self._in_flight:
-            began = self._array(self._size)
-            began[...] = self._anchor
+            began = array_namespace(began).asarray(began, copy=True)
             for other in self._in_flight:
                 if not other.void:
                     began += other.own
         if self._drifted:  # the weights are `_began` plus the change of the current round
-            weights = self._array(self._size)
-            array_namespace(weights).subtract(replica.weights(), self._began, out=weights)
-            weights += began
-            replica.set_weights(weights)
-            self._release(weights)
+            replica.set_weights(replica.weights() - self._began + began)
         else:
             replica.set_weights(began)
-        self._release(self._began, flight.own, flight.change)
         self._began = began
 
     def restart(self, replica: Vectors) -> None:
@@ -293,14 +265,15 @@ class LocalSGD(Synchronous):
         """
         if self._world.elastic or self._steps < self.settings.start:
             return
-        self._void_flights()
-        self._set_anchor(replica.weights())
-        self._reducer.drop_residual()
+        self._start_over(replica)
         self._restarted = True
 
-    def _void_flights(self) -> None:
+    def _start_over(self, replica: Vectors) -> None:
+        """A round begins with the replica's weights, and no change from before counts."""
         wait([flight.sent_bytes for flight in self._in_flight])  # the reducer is idle
         self._in_flight = collections.deque(flight._replace(void=True) for flight in self._in_flight)
+        self._set_anchor(replica)
+        self._reducer.drop_residual()
 
     def _starts_agree(self, replica: Vectors, restarts: float) -> bool:
         """Whether all ranks have restarted with the same weights, so that their changes can be averaged. Collective.
@@ -313,9 +286,7 @@ class LocalSGD(Synchronous):
         mean = to_host(replica.weights()) / np.float32(self._world.size)
         self._world.reduce(mean)
         replica.set_weights(placed_like(mean, self._anchor))
-        self._void_flights()
-        self._set_anchor(replica.weights())
-        self._reducer.drop_residual()
+        self._start_over(replica)
         self._velocity[...] = 0
         self.averages += 1
         return False
@@ -328,12 +299,10 @@ class LocalSGD(Synchronous):
     def abandon(self) -> None:
         super().abandon()
         wait([flight.sent_bytes for flight in self._in_flight])
-        self._steps, self._interrupted_steps = self._steps - self._interrupted_steps, 0
 
     def settle(self, replica: Vectors, counts: bool) -> Exchanged:
         """The changes that were not exchanged become part of the current round."""
-        if not self._placed:
-            self._place(replica.weights())
+        self._place(replica)
         tails, undone, undo = [], list[InFlight](), dict[str, np.ndarray]()
         while self._in_flight:
             flight = self._in_flight.popleft()
@@ -350,7 +319,6 @@ class LocalSGD(Synchronous):
         if undone:
             if undo and "none" not in undo:
                 self._reducer.load(undo)
-            self._release(self._began)
             self._began = self._anchor
             self._drifted += sum(flight.steps for flight in undone)
             self._samples += sum(flight.samples for flight in undone)
@@ -360,7 +328,7 @@ class LocalSGD(Synchronous):
     def regroup(self, replica: Vectors, state: dict[str, np.ndarray] | None = None) -> None:
         super().regroup(replica, state)
         if state is not None:
-            self._set_anchor(replica.weights())
+            self._set_anchor(replica)
         if self._drifted:  # the lost hosts' samples of this round are lost with their changes
             self._all_samples = sum(self._world.gather(self._samples))
 

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 CONTEXT, WIDTH, LAYERS, HELD_OUT = 64, 128, 3, 256
-METHODS = ("ddp", "accumulate", "fp16", "powersgd", "postlocal", "accelerate")
+METHODS = ("ddp", "accumulate:N", "fp16", "powersgd:N", "postlocal:N", "accelerate:N")
 RECENT = 8
 """The weights of update i count as i to the power of 8 in the mean that is evaluated: half of it is the last 8 %"""
 
@@ -76,8 +76,8 @@ def main():
     parser.add_argument("--save", help="write the averaged weights at the end")
     options = parser.parse_args()
     how = dict(part.partition(":")[::2] for part in options.method.split("+"))
-    if unknown := how.keys() - METHODS:
-        parser.error(f"--method: unknown {min(unknown)}; hint: choose from {', '.join(METHODS)}")
+    if any(re.sub(r":[1-9]\d*$", ":N", part) not in METHODS for part in options.method.split("+")):
+        parser.error(f"--method {options.method} is unknown; hint: choose from {', '.join(METHODS)}")
     every = int(how.get("accumulate", 1))
     torch.manual_seed(0)
     model = GPT()

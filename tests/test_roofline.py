@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, document, launch
+
+from hvdtrain.lab.topology import check_cluster_name
 
 SCRIPT = str(ROOT / "examples" / "byte_gpt.py")
 BENCH = [sys.executable, str(ROOT / "tools" / "bench.py"), "roofline"]
@@ -79,6 +82,14 @@ def test_a_kept_measurement_is_not_repeated(tmp_path: Path, monkeypatch: pytest.
     assert bench_roofline.arrived(options, "ddp", 2.0, 1, 2e-3, 96) == float("inf")
     with pytest.raises(bench_roofline.Failure, match="ddp has failed"):  # it would train, but there is no such cluster
         bench_roofline.arrived(options, "ddp", 2.0, 1, 2e-3, 97)
+
+
+def test_the_clusters_of_benchmarks_have_names_that_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import bench
+
+    for name in ["chaos", *re.findall(r"^  ([a-z]+) ", bench.__doc__ or "", re.MULTILINE)]:
+        check_cluster_name(bench.options_of("", name).parse_args([]).name)
 
 
 def test_the_speed_up_is_a_ratio_of_seconds_to_the_target(monkeypatch: pytest.MonkeyPatch) -> None:

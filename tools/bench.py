@@ -124,7 +124,7 @@ def options_of(about: str | None, name: str, **defaults: Any) -> Parser:
     """A parser with an option for each default, and with --name (of the virtual cluster) and --json."""
     kinds = {"rates": rates, "hosts": numbers, "ranks_per_host": numbers, "out": Path}
     top = Parser(prog=f"bench.py {name}", description=about)
-    for key, default in {"name": f"bench-{name}", **defaults}.items():
+    for key, default in {"name": name[:8], **defaults}.items():
         kind = kinds.get(key, words if isinstance(default, list) else type(default))
         shown = ",".join(map(str, default)) if isinstance(default, list) else default
         top.add_argument(f"--{key.replace('_', '-')}", type=kind, default=default, help=f"(default: {shown})")

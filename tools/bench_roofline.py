@@ -42,8 +42,8 @@ RIVALS = ["ddp", "fp16", *(f"accumulate:{k}{hook}" for hook in ("", "+fp16") for
 RIVALS += [*(f"powersgd:{rank}" for rank in (1, 2, 4, 8)), "postlocal:8", "postlocal:16", "accelerate:8"]
 OURS = {
     "hvdtrain balanced": "int4",
-    "hvdtrain fast": "local-sgd:every=8,outer_lr=0.7,outer_momentum=0.6+int4",
-    "hvdtrain every=16": "local-sgd:every=16,outer_lr=0.7,outer_momentum=0.6+int4",
+    "hvdtrain fast": "local-sgd:every=16,outer_lr=0.7,outer_momentum=0.6+int4",
+    "hvdtrain every=8": "local-sgd:every=8,outer_lr=0.7,outer_momentum=0.6+int4",
     "hvdtrain powersgd": "powersgd:rank=16",
 }
 EVALUATE, WARM_UP, MOST_S = 32, 16, 1800

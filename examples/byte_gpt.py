@@ -164,5 +164,5 @@ def main():
 
 if __name__ == "__main__":
     main()
-    # Here DDP is gone. Its destructor, if it were the last to hold the group, could wait for ever for a thread of Gloo.
+    # Here DDP is gone. Its destructor, if it were the last to hold the group, could deadlock with a thread of Gloo.
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """Vectors that stay where the model is: NumPy arrays, or PyTorch tensors on a CPU or GPU.
 
 Strategies and reducers are written once, against the array API (array-api-compat), so on a GPU only encoded bytes cross
-the bus. This module adds what is missing in that standard: copies between device and host memory, and the order of work
+the bus. This module adds to that standard copies between device and host memory, and the order of work
 that several threads give to one GPU. PyTorch is imported only if a vector is a tensor.
 """
 
@@ -86,7 +86,7 @@ def handover(array: Array) -> Callable[[], None] | None:
 
 
 def use_own_stream(array: Array) -> None:
-    """Let the GPU run this background thread's work at the same time as that of other threads, instead of after it."""
+    """Let the GPU run this background thread's work at the same time as other threads' work, instead of after it."""
     if _on_gpu(array):
         import torch
 

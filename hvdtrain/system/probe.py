@@ -92,7 +92,7 @@ def interfaces() -> list[dict[str, typing.Any]]:
 
 
 def _kind(about: pathlib.Path, hardware: bool) -> str | None:
-    """What an interface is: wifi, vpn (WireGuard, or a tunnel as Tailscale and OpenVPN make it) or cable."""
+    """Return the kind of an interface: wifi, vpn (WireGuard, or a tunnel as Tailscale and OpenVPN make it) or cable."""
     if (about / "wireless").exists() or (about / "phy80211").exists():
         return "wifi"
     if (about / "tun_flags").exists() or "wireguard" in (about / "uevent").read_text():
@@ -146,7 +146,7 @@ def size_of(path: str) -> list[int] | None:
 
 
 def has_battery() -> bool:
-    """Whether a battery powers this computer. Those of mice and keyboards have a scope."""
+    """Whether a battery powers this computer. Batteries of mice and keyboards have a scope."""
     supplies = pathlib.Path("/sys/class/power_supply").glob("*/type")
     return any(kind.read_text() == "Battery\n" and not (kind.parent / "scope").exists() for kind in supplies)
 

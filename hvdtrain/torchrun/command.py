@@ -37,7 +37,7 @@ EXAMPLE = f"{PROGRAM} -H a:1,b:1 train.py"
 FIRST_PORT, PORTS = 20_000, 10_000
 """Below the ephemeral ports, so that no connection has taken the port"""
 SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "plm_rsh_args", "orte_keep_fqdn_hostnames")
-"""Those of mpirun.sh that matter to a script: its memory, and how mpirun reaches the other hosts"""
+"""Settings of mpirun.sh that matter to a script: its memory, and how mpirun reaches the other hosts"""
 
 
 def parser() -> Parser:
@@ -98,7 +98,7 @@ def addresses_of(names: Sequence[str], nic: str | None) -> list[str]:
 
 
 def make_plan(options: argparse.Namespace, found: Sequence[Slots], source: str, job: str) -> launch.Plan:
-    """What is started on each host, and with which settings. Raises Failure as `choose_interface` does.
+    """Plan the processes on each host and their settings. Raises Failure as `choose_interface` does.
 
     `job`: a word that differs between jobs.
     """

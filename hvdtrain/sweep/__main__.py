@@ -7,21 +7,22 @@ import json
 import os
 import shlex
 import sys
-import time
 from collections import Counter
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
-from hvdtrain.sweep import command, execute, file, grid, missing, network, show
-from hvdtrain.sweep.dry_run import DryRun, dry_runs, known_flags, run_flags
-from hvdtrain.sweep.execute import Task
+from hvdtrain.sweep import command, file, gpus, grid
+from hvdtrain.sweep.dry_run import dry_run, run_flags
+from hvdtrain.sweep.execute import STATES, Executor, Outcome, Task, exclusive, say
+from hvdtrain.sweep.folder import tail
 from hvdtrain.sweep.process import Children
-from hvdtrain.sweep.show import Outcome
 from hvdtrain.system import exits
 from hvdtrain.system.arguments import Parser
-from hvdtrain.system.commands import Command
 from hvdtrain.system.exits import Failure
-from hvdtrain.system.redaction import without_secrets
+from hvdtrain.system.redaction import without_secret_values, without_secrets
+
+SCHEMA = "hvdtrain/sweep/1"
 
 PURPOSE = """Run a grid of experiments described by a TOML file. For each run, the sweep sets and measures the rate of
 the links, launches the job and checks its records. Run the same command again to continue after an interruption.
@@ -70,131 +71,134 @@ def parser() -> Parser:
     return top
 
 
-def prepare(options: argparse.Namespace) -> tuple[Task, int]:
-    """Expands the file into runs. Returns the task and the number of duplicate combinations.
+def prepare(options: argparse.Namespace) -> Task:
+    """Expands the file into runs.
 
-    Every workload checks its settings here, so errors appear before the first run. Raises Failure (2, 69, 78).
+    Every workload checks its settings here, so errors appear before the first run. Raises Failure (2, 65, 78).
     """
-    file.read(options.file, options.set)  # find errors before asking workloads for their flags, which takes seconds
-    sweep = file.read(options.file, options.set, known_flags)
-    experiments, duplicates = grid.experiments(sweep, missing.gpus() if missing.depends_on_gpus(sweep) else None)
-    runs = [run for run in grid.runs(experiments, sweep.order) if _selected(run, options.only)]
+    sweep = file.read(options.file, options.set)
+    experiments = grid.experiments(sweep, gpus.count() if gpus.decide_ranks(sweep) else None)
+    globs = options.only or ["*"]
+    runs = [
+        run
+        for run in grid.runs(experiments, sweep.order)
+        if any(fnmatchcase(name, glob) for name in (run.name, run.experiment.name) for glob in globs)
+    ]
     if not runs:
         hint = "hint: --dry-run without --only lists the runs"
         raise Failure(f"--only {' '.join(options.only)}: matches no run of {options.file}; {hint}", exits.USAGE)
-    experiments = list({run.experiment.name: run.experiment for run in runs}.values())
-    skipped = {one.name: reason for one in experiments if (reason := missing.reason(one, sweep.cluster))}
-    launchable = [one for one in experiments if _launchable(one)]
-    answers = dry_runs([one for one in launchable if "command" not in one.settings])
-    failures = [(one, answers[one.name]) for one in experiments if isinstance(answers.get(one.name), Failure)]
-    if failures:
-        experiment, failure = failures[0]
-        more = f" (and {len(failures) - 1} more experiments)" if len(failures) > 1 else ""
-        raise Failure(f"{experiment.where}: experiment {experiment.name}: {failure}{more}", exits.BAD_CONFIG)
-    root, names = options.root / sweep.name, {one.name for one in launchable}
-    known = {name: answer for name, answer in answers.items() if isinstance(answer, DryRun)}
-    task = Task(
-        sweep=sweep,
-        root=root,
-        outcomes=[Outcome(run=run, folder=root / run.name) for run in runs],
-        dry_runs=known,
-        flags={run.name: run_flags(run) for run in runs if run.experiment.name in names},
-    )
-    execute.classify(task, skipped)
-    return task, duplicates
+    task = Task(sweep=sweep, root=options.root / sweep.name, outcomes=[])
+    for run in runs:
+        experiment, known = run.experiment, isinstance(run.experiment.settings["ranks_per_host"], int)
+        try:
+            flags = run_flags(run) if known else None
+            answer = dry_run(experiment) if known and "command" not in experiment.settings else None
+            reason = gpus.missing(experiment)
+        except Failure as failure:
+            code = exits.BAD_CONFIG if failure.code == exits.USAGE else failure.code
+            raise Failure(f"{experiment.where}: {failure}", code) from failure
+        state = "skipped" if reason else "waiting"
+        place = task.root / run.name
+        task.outcomes.append(Outcome(run=run, folder=place, flags=flags, dry_run=answer, state=state, reason=reason))
+    task.classify()
+    return task
 
 
-def _selected(run: grid.Run, globs: list[str]) -> bool:
-    names = (run.name, run.experiment.name)
-    return not globs or any(fnmatchcase(name, glob) for name in names for glob in globs)
-
-
-def _launchable(experiment: grid.Experiment) -> bool:
-    """Whether its command line can be built here: the number of ranks is known, and the workload has its framework."""
-    settings = experiment.settings
-    has_framework = "command" in settings or missing.framework(experiment) is None
-    return isinstance(settings["ranks_per_host"], int) and has_framework
-
-
-def dry_run(task: Task, duplicates: int, as_json: bool) -> int:
-    """Prints the runs with their commands. Returns the exit code."""
-    name, waiting = network.cluster_name(task.sweep, task.root), task.waiting()
-    words = {o.run.name: execute.command_of(task, o, name) if o.run.name in task.flags else [] for o in task.outcomes}
-    if as_json:
-        rows = [(o, words[o.run.name]) for o in task.outcomes]
-        print(json.dumps(show.dry_run_document(task.sweep.name, task.root, rows), indent=2))
-        return exits.OK
-    rate = None
+def show_commands(task: Task) -> None:
+    """Prints the runs with their commands."""
+    spec, name, rate, running = task.sweep.cluster, task.cluster, None, False
     for outcome in task.outcomes:
-        number = f"{outcome.run.order + 1:4d}"
-        reason = f"; {outcome.reason}" if outcome.reason else ""
-        if outcome.state != "waiting":
-            print(f"{number}  {outcome.run.name}: {show.STATES[outcome.state]}{reason}")
-            continue
-        for line in _network_commands(task, waiting[waiting.index(outcome) :], name, rate):
-            print(f"      {shlex.join(line)}")
-        rate = outcome.run.experiment.rate or rate
-        print(f"{number}  {outcome.run.name}{reason}")
-        print(f"      {shlex.join(without_secrets(words[outcome.run.name]))}")
-    spec = task.sweep.cluster
-    if spec and spec.virtual and any(outcome.run.experiment.on_cluster for outcome in waiting):
+        run, experiment = outcome.run, outcome.run.experiment
+        if outcome.state == "waiting" and spec:
+            commands = [] if running or not spec.virtual else [command.up(spec, name)]
+            running = running or bool(spec.virtual)
+            if experiment.rate not in (None, rate):
+                commands.append(command.throttle(str(experiment.rate), spec, name))
+                commands += command.verify(spec, name, task.sweep.off_percent) if experiment.rate_bit_s else []
+                rate = experiment.rate
+            print(*(f"      {shlex.join(words)}\n" for words in commands), sep="", end="")
+        state = "" if outcome.state == "waiting" else f": {STATES[outcome.state]}"
+        print(f"{run.order + 1:4d}  {run.name}{state}{f'; {outcome.reason}' if outcome.reason else ''}")
+        if outcome.state == "waiting":
+            print(f"      {shlex.join(without_secrets(task.command_of(outcome)))}")
+    if running:
         print(f"      {shlex.join(command.down(name))}")
-    if duplicates:
-        hint = "hint: repeats = 2 makes each run twice"
-        print(f"{duplicates} duplicate combinations left out (the rate has no effect on a single host; {hint})")
+    print(_counts(task))
+
+
+def _counts(task: Task) -> str:
     counts = Counter(outcome.state for outcome in task.outcomes)
-    totals = "".join(f", {counts[state]} {show.STATES[state]}" for state in ("kept", "skipped") if counts[state])
-    print(f"{len(task.outcomes)} runs: {len(waiting)} to run{totals}; results in {task.root}")
-    return exits.OK
+    totals = ", ".join(f"{counts[state]} {text}" for state, text in STATES.items() if counts[state])
+    return f"{len(task.outcomes)} runs: {totals}; records in {task.root}"
 
 
-def _network_commands(task: Task, waiting: list[Outcome], name: str, rate: str | None) -> list[Command]:
-    """The commands that start the cluster and change the rate before the first of the waiting runs."""
-    spec, experiment = task.sweep.cluster, waiting[0].run.experiment
-    if spec is None or not experiment.on_cluster:
-        return []
-    commands = []
-    on_cluster = [outcome for outcome in task.waiting() if outcome.run.experiment.on_cluster]
-    if spec.virtual and waiting[0] is on_cluster[0]:
-        commands.append(command.up(spec, name))
-    if experiment.rate is not None and experiment.rate != rate:
-        commands.append(command.throttle(experiment.rate, spec, name))
-        if experiment.rate_bit_s:
-            hosts = spec.names[: execute.most_hosts(waiting)]
-            commands += command.verify(hosts, spec, name, task.sweep.off_percent)
-    return commands
+def document(task: Task) -> dict[str, Any]:
+    """The runs of a sweep, planned or ended."""
+    counts = Counter(outcome.state for outcome in task.outcomes)
+    runs = [
+        {
+            "order": outcome.run.order,
+            "experiment": outcome.run.experiment.name,
+            "kind": outcome.run.kind,
+            "repeat": outcome.run.repeat,
+            "state": outcome.state,
+            "reason": outcome.reason,
+            "run_dir": str(outcome.folder),
+            "seconds": outcome.seconds,
+            "log": str(outcome.log) if outcome.log else None,
+            "settings": without_secret_values(outcome.run.experiment.settings),
+            "command": without_secrets(task.command_of(outcome)),
+        }
+        for outcome in task.outcomes
+    ]
+    about = {"schema": SCHEMA, "sweep": task.sweep.name, "root": str(task.root)}
+    return {**about, "counts": {state: counts[state] for state in STATES}, "runs": runs}
 
 
-def run(task: Task, as_json: bool) -> int:
-    """Executes the waiting runs and prints the results. Returns the exit code."""
-    began_s = time.monotonic()
+def run(task: Task) -> Failure | None:
+    """Executes the waiting runs. Returns the Failure that stopped the sweep, or None."""
     dropped = sorted(name for name in os.environ if name.startswith("HVDTRAIN_"))
     if dropped:
-        show.say(f"ignoring {', '.join(dropped)}; hint: use the sweep file or --set")
+        say(f"ignoring {', '.join(dropped)}; hint: use the sweep file or --set")
     children = Children(command.environment())
-    with execute.exclusive(task.root) as handles, children.handle_signals():
-        children.lock_handles = handles
-        execute.classify(task, {o.run.experiment.name: o.reason or "" for o in task.outcomes if o.state == "skipped"})
-        failure = execute.Executor(task, children).run()
-    seconds = time.monotonic() - began_s
-    if as_json:
-        print(json.dumps(show.end_document(task.sweep.name, task.root, task.outcomes, seconds), indent=2))
-    else:
-        print(show.end_text(task.root, task.outcomes, seconds))
-    sys.stdout.flush()
-    if failure:
-        raise failure
-    states = {outcome.state for outcome in task.outcomes}
-    if states & {"failed", "marked"}:
-        return exits.FAILED
-    return exits.UNREACHABLE if states == {"skipped"} else exits.OK
+    with exclusive(task.root) as lock, children.handle_signals():
+        children.lock = (lock,)
+        task.classify()  # again: another sweep may have ended in between
+        return Executor(task, children).run()
+
+
+def show_results(task: Task) -> None:
+    """Prints failures in full, marked and skipped runs, and counts."""
+    for outcome in task.outcomes:
+        if outcome.state in ("failed", "marked"):
+            print(f"{STATES[outcome.state]}: {outcome.run.name}: {outcome.reason}")
+        if outcome.log and outcome.state == "failed":
+            print(*(f"    {line}" for line in [*tail(outcome.log), f"log: {outcome.log}"]), sep="\n")
+    for reason, count in Counter(outcome.reason for outcome in task.outcomes if outcome.state == "skipped").items():
+        print(f"skipped: {reason} ({count} runs)")
+    if any(outcome.state == "marked" for outcome in task.outcomes):
+        print("hint: run the same command to repeat marked runs; --set off_percent=10 tolerates 10 %")
+    print(_counts(task))
 
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code. Raises Failure, whose message is for the user."""
     options = parser().parse_args(arguments)
-    task, duplicates = prepare(options)
-    return dry_run(task, duplicates, options.json) if options.dry_run else run(task, options.json)
+    task = prepare(options)
+    failure = None if options.dry_run else run(task)
+    if options.json:
+        print(json.dumps(document(task), indent=2))
+    elif options.dry_run:
+        show_commands(task)
+    else:
+        show_results(task)
+    sys.stdout.flush()
+    if failure:
+        raise failure
+    states = {outcome.state for outcome in task.outcomes}
+    if options.dry_run or not states & {"failed", "marked"}:
+        return exits.UNREACHABLE if states == {"skipped"} and not options.dry_run else exits.OK
+    return exits.FAILED
 
 
 if __name__ == "__main__":

@@ -42,19 +42,15 @@ def environment() -> dict[str, str]:
     """The environment of a run on this machine: the sweep's own, or under sudo the variables of a virtual host, SSH and
     Slurm. HVDTRAIN_* are omitted because they would override the sweep file.
     """
-    try:
-        user = pwd.getpwnam(calling_user())
-    except KeyError:  # a container may use a user ID without a name
-        entry = (calling_user(), "x", os.geteuid(), os.getegid(), "", os.environ.get("HOME", "/"), "/bin/sh")
-        user = pwd.struct_passwd(entry)
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HVDTRAIN_")}
-    # cluster.sh uses SUDO_* to create and enter the cluster of the calling user.
-    variables = enter.environment(inherited, user, ("SUDO_*", "SSH_AUTH_SOCK", "SLURM_*", "HOSTNAME"))
-    if user.pw_uid == os.geteuid():
-        variables = inherited | variables
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("HVDTRAIN_")}
+    if os.geteuid() == 0 and calling_user() != "root":
+        # cluster.sh uses SUDO_* to create and enter the cluster of the calling user.
+        kept = ("SUDO_*", "SSH_AUTH_SOCK", "SLURM_*", "HOSTNAME")
+        variables = enter.environment(variables, pwd.getpwnam(calling_user()), kept)
     folder = str(Path(sys.executable).parent)
-    if folder not in variables["PATH"].split(os.pathsep):
-        variables["PATH"] = os.pathsep.join([folder, variables["PATH"]])
+    path = variables.get("PATH", os.defpath)
+    if folder not in path.split(os.pathsep):
+        variables["PATH"] = os.pathsep.join([folder, path])
     return variables
 
 
@@ -93,8 +89,7 @@ def _variables(run: Run, folder: Path) -> list[str]:
 
 def up(cluster: ClusterSpec, name: str) -> Command:
     words = [*script("tools/cluster.sh"), "up", "--name", name, "--hosts", ",".join(cluster.virtual)]
-    words += ["--cpu-share", f"{cluster.cpu_share:g}"] if cluster.cpu_share is not None else []
-    return as_root(words + (["--cpus", cluster.cpus] if cluster.cpus else []))
+    return as_root(words + (["--cpu-share", f"{cluster.cpu_share:g}"] if cluster.cpu_share is not None else []))
 
 
 def down(name: str) -> Command:
@@ -109,13 +104,14 @@ def throttle(rate: str, cluster: ClusterSpec, name: str) -> Command:
     return [*script("tools/throttle.sh"), "clear" if rate == UNLIMITED else rate, *target]
 
 
-def verify(hosts: Sequence[str], cluster: ClusterSpec, name: str, off_percent: float) -> list[Command]:
-    """Commands that measure the links of these hosts.
+def verify(cluster: ClusterSpec, name: str, off_percent: float) -> list[Command]:
+    """Commands that measure the links of all hosts.
 
     A virtual cluster needs one command. Real machines need one each, to measure against the next machine.
     """
     words = [*script("tools/throttle.sh"), "verify", "--json", "--tolerance", f"{off_percent:g}", "--seconds", "2"]
     if not cluster.hostfile:
-        return [[*words, "--name", name, "--host", ",".join(hosts)]]
+        return [[*words, "--name", name]]
+    hosts = cluster.names
     ring = zip(hosts, [*hosts[1:], hosts[0]], strict=True)
     return [[*words, "--hosts", host, "--dev", cluster.dev or "", "--peer", peer] for host, peer in ring]

@@ -7,18 +7,19 @@ and links at the requested rate. Any other folder with that name is renamed. Fol
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
-import pwd
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from hvdtrain import records
 from hvdtrain.sweep import file
-from hvdtrain.sweep.dry_run import MONITORS, DryRun
+from hvdtrain.sweep.dry_run import MONITORS
 from hvdtrain.sweep.file import NEVER_FLAGS
-from hvdtrain.sweep.grid import UNLIMITED, Run
+from hvdtrain.sweep.grid import Run
 from hvdtrain.system import exits, files
-from hvdtrain.system.commands import calling_user
+from hvdtrain.system.commands import as_calling_user
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.redaction import without_secret_values
 
@@ -29,19 +30,15 @@ SCRIPT_BYTES = files.MIB
 """A larger file that a command names is data"""
 
 
-def state(folder: Path, run: Run, dry_run: DryRun | None) -> tuple[str, str | None]:
+def state(folder: Path, run: Run, dry_run: Mapping[str, Any] | None) -> tuple[str, str | None]:
     """Returns the state and the reason for it: absent, done, unfinished, marked (a link was off its rate) or other."""
     if not folder.is_dir():
         return "absent", None
     if not (folder / "COMPLETE").is_file():
         return "unfinished", "no COMPLETE"
     request = read(folder / "experiment.json", records.Experiment)
-    if request is None:
-        return "other", "no experiment.json"
-    settings = without_secret_values(run.experiment.settings)
-    for name, expected in (("settings", settings), ("kind", run.kind), ("repeat", run.repeat)):
-        if getattr(request, name) != expected:
-            return "other", f"{name} differ"
+    if request is None or request.settings != without_secret_values(run.experiment.settings):
+        return "other", "experiment.json has other settings"
     if request.program is not None and request.program != program(run):  # older sweeps did not record it
         return "other", "the script, or a Python file beside it, has changed"
     if problem := mismatch(folder, run, dry_run):
@@ -75,59 +72,44 @@ def read(path: Path, cls: type[R]) -> R | None:
         return None
 
 
-def mismatch(folder: Path, run: Run, dry_run: DryRun | None) -> str | None:
+def mismatch(folder: Path, run: Run, dry_run: Mapping[str, Any] | None) -> str | None:
     """How the records of a finished run differ from its settings; None if they agree.
 
-    Without a dry run, config, batch plan and data are not compared.
+    Without a dry run, config and data are not compared.
     """
     manifest = read(folder / "manifest.json", records.Manifest)
     if manifest is None:
         hint = "; hint: the script must import hvdtrain and create an optimizer"
         return "no manifest.json" + (hint if "command" in run.experiment.settings else "")
-    if not (folder / "COMPLETE").is_file():
-        return "no COMPLETE: the run did not finish"
-    if records.summary(folder) is None:
-        return "no summary in metrics/rank0000.jsonl"
-    config = manifest.config
-    for key, value in (dry_run.config if dry_run else {}).items():
+    if not (folder / "COMPLETE").is_file() or records.summary(folder) is None:
+        return "no COMPLETE or no summary: the run did not finish"
+    for key, value in (dry_run["config"] if dry_run else {}).items():
         monitor_option = key.startswith("monitor_") and key not in run.flags  # set only in energy runs
-        new_option = key not in config and key not in run.flags  # did not exist when the run was made
+        new_option = key not in manifest.config and key not in run.flags  # did not exist when the run was made
         chosen = key == "strategy" and str(value).startswith("auto") and "chosen" in manifest.exchange
-        exempt = key in NEVER_FLAGS or monitor_option or new_option or chosen
-        if not exempt and config.get(key) != value:
-            return f"{key} is {config.get(key)!r} in the manifest, expected {value!r}"
-    if config.get("monitor", "none") != MONITORS[run.kind]:
-        return f"monitor is {config.get('monitor')!r} in the manifest, expected {MONITORS[run.kind]!r}"
-    for key, value in (dry_run.plan if dry_run else {}).items():
-        measured = key in ("shares", "cut") and not value  # determined before step 0 if the settings do not give them
-        if not measured and manifest.plan.get(key) != value:
-            return "its batch sizes or steps differ from the request"
-    if dry_run and manifest.data.get("fingerprint") != dry_run.fingerprint:
+        exempt = key in (*NEVER_FLAGS, "seed") or monitor_option or new_option or chosen
+        if not exempt and manifest.config.get(key) != value:
+            return f"{key} is {manifest.config.get(key)!r} in the manifest, expected {value!r}"
+    if dry_run and manifest.data.get("fingerprint") != dry_run["data"]["fingerprint"]:
         return "it used different data"
-    used, expected = (len(manifest.ranks), len(manifest.hosts)), (run.experiment.ranks, run.experiment.hosts)
-    if used != expected:
-        return f"it used {used[0]} ranks on {used[1]} hosts, expected {expected[0]} on {expected[1]}"
-    return _link_mismatch(manifest.links, run)
-
-
-def _link_mismatch(links: list[dict[str, Any]], run: Run) -> str | None:
-    rate = run.experiment.rate
-    if rate is None:
-        return None
-    expected = None if rate == UNLIMITED else (run.experiment.rate_bit_s or 0) / 1e6
-    for link in links:
-        throttle = link.get("throttle") or {}
-        rates = {key: throttle.get(key) for key in ("up_mbit", "down_mbit")}
-        if any(value != expected for value in rates.values()):
-            return f"host {link.get('host')} was throttled to {rates}, expected {rate}"
+    experiment, throttles = run.experiment, [link.get("throttle") or {} for link in manifest.links]
+    rates = {throttle.get(key) for throttle in throttles for key in ("up_mbit", "down_mbit")}
+    rate = None if experiment.rate_bit_s is None else experiment.rate_bit_s / 1e6
+    for what, used, expected in (
+        ("monitor", manifest.config.get("monitor", "none"), MONITORS[run.kind]),
+        ("number of ranks", len(manifest.ranks), experiment.ranks),
+        ("number of hosts", len(manifest.hosts), experiment.hosts),
+        ("throttle in Mbit/s", rates, {rate} if experiment.rate and rates else rates),
+    ):
+        if used != expected:
+            return f"its {what} was {used}, expected {expected}"
     return None
 
 
 def set_aside(folder: Path, why: str) -> Path:
     """Renames the folder to `<folder>-<why><n>`, where n is the first free number. Raises Failure (73)."""
-    number = 1
-    while (target := folder.with_name(f"{folder.name}-{why}{number}")).exists():
-        number += 1
+    targets = (folder.with_name(f"{folder.name}-{why}{number}") for number in itertools.count(1))
+    target = next(target for target in targets if not target.exists())
     try:
         folder.rename(target)
     except OSError as error:
@@ -135,27 +117,13 @@ def set_aside(folder: Path, why: str) -> Path:
     return target
 
 
-def make_owned(folder: Path) -> None:
-    """Creates a folder and its parents for the calling user. Raises OSError."""
-    for path in (*reversed(folder.parents), folder):
-        if not path.exists():
-            path.mkdir(exist_ok=True)
-            set_owner(path)
-
-
-def set_owner(path: Path) -> None:
-    """Under sudo, gives the path to the calling user, because runs have that user's rights. Raises OSError."""
-    user = pwd.getpwnam(calling_user()) if os.geteuid() == 0 else None
-    if user and user.pw_uid:
-        os.chown(path, user.pw_uid, user.pw_gid)
-
-
-def make(folder: Path, request: records.Experiment) -> None:
-    """Creates the folder with experiment.json and logs/ for the calling user. Raises Failure (73, 74)."""
+def make(folder: Path, request: records.Experiment) -> IO[bytes]:
+    """Creates the folder with experiment.json for the calling user, and opens its log. Raises Failure (73, 74)."""
     try:
-        make_owned(folder / "logs")
-        records.write_document(folder / "experiment.json", records.as_json(request))
-        set_owner(folder / "experiment.json")
+        with as_calling_user():
+            (folder / LOG).parent.mkdir(parents=True)
+            records.write_document(folder / "experiment.json", records.as_json(request))
+            return (folder / LOG).open("wb")
     except OSError as error:
         raise cannot_write(folder, error) from error
     except Failure as failure:
@@ -167,12 +135,8 @@ def cannot_write(path: Path, error: OSError) -> Failure:
 
 
 def tail(log: Path) -> list[str]:
-    """The last non-empty lines of a log, without the launcher's list of settings."""
-    try:
-        with files.open_plain(log) as stream:
-            stream.seek(max(0, os.fstat(stream.fileno()).st_size - 16384))
-            lines = stream.read().decode(errors="replace").splitlines()
-    except OSError:
-        return []
-    settings = ("mpirun.sh: ", "horovodrun.sh: ")
-    return [line.rstrip() for line in lines if line.strip() and not line.startswith(settings)][-TAIL_LINES:]
+    """The last non-empty lines of a log."""
+    with log.open("rb") as stream:
+        stream.seek(max(0, os.fstat(stream.fileno()).st_size - 16384))
+        lines = stream.read().decode(errors="replace").splitlines()
+    return [line.rstrip() for line in lines if line.strip()][-TAIL_LINES:]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.sweep import command
 from hvdtrain.sweep.file import Sweep
 from hvdtrain.sweep.grid import UNLIMITED, Experiment
-from hvdtrain.sweep.process import Children, error_message, run_uninterrupted
+from hvdtrain.sweep.process import run_uninterrupted
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.rates import show_rate
 
@@ -33,24 +33,21 @@ def cluster_name(sweep: Sweep, root: Path) -> str:
 class Network:
     """The running hosts and the current rate of their links."""
 
-    def __init__(self, sweep: Sweep, name: str, children: Children) -> None:
+    def __init__(self, sweep: Sweep, name: str, environment: Mapping[str, str]) -> None:
         assert sweep.cluster is not None
-        self._sweep, self._spec, self._name = sweep, sweep.cluster, name
-        self._children, self._environment = children, children.environment
-        self._running = False
+        self._sweep, self._spec, self._name, self._environment = sweep, sweep.cluster, name, environment
+        self._running = self._throttled = False
         self._start_error: Failure | None = None
-        self._throttled = False
         self._rate: str | None = None
         """The rate that this sweep has set; None if it has set none or the last change failed"""
-        self._measurements: dict[str, dict[str, Any]] = {}
+        self._links: dict[str, dict[str, Any]] = {}
         """Link `a -> b` -> its measurement at the current rate"""
-        self._measure_error: str | None = None
 
-    def prepare(self, experiment: Experiment, most_hosts: int) -> LinkCheck:
-        """Starts the hosts, sets the experiment's rate and measures the links.
+    def prepare(self, experiment: Experiment) -> LinkCheck:
+        """Starts the hosts, sets the experiment's rate, and measures all links once after each change of the rate.
 
-        Measures `most_hosts` hosts at once, so that the following runs need no measurement. Raises Stopped, and Failure
-        if the hosts cannot be started (again on every later call) or the rate cannot be set.
+        An experiment is judged by the links of its own hosts. Raises Failure if the hosts cannot be started (again on
+        every later call) or the rate cannot be set.
         """
         self._start()
         if experiment.hosts == 1:
@@ -60,11 +57,19 @@ class Network:
             self._set_rate(rate)
         if not experiment.rate_bit_s:
             return LinkCheck()
-        names = list(self._spec.names[: experiment.hosts])
-        senders = {link.partition(" -> ")[0] for link in self._measurements}
-        if not self._measure_error and not senders.issuperset(names):
-            self._measure(self._spec.names[: max(most_hosts, experiment.hosts)])
-        return self._judge(names, experiment)
+        try:
+            self._links = self._links or self._measured()
+        except Failure as failure:
+            return LinkCheck(None, f"rate not verified: {failure}")
+        own = set(self._spec.names[: experiment.hosts])
+        links = {name: link for name, link in self._links.items() if own & set(name.split(" -> "))}
+        name, worst = max(links.items(), key=lambda pair: (not pair[1]["ok"], abs(pair[1]["off_percent"])))
+        if worst["ok"]:
+            return LinkCheck(worst["off_percent"])
+        problem = "short messages pass faster than the rate"
+        if abs(off := worst["off_percent"]) > self._sweep.off_percent:
+            problem = f"{worst['goodput_mbit']:.4g} Mbit/s instead of {worst['expected_mbit']:.4g} ({off:+.1f} %)"
+        return LinkCheck(off, f"{name} at {show_rate(experiment.rate_bit_s)}: {problem}")
 
     def close(self) -> list[str]:
         """Restores the links and removes the sweep's own cluster, whatever state they are in. Returns the errors."""
@@ -97,7 +102,7 @@ class Network:
         self._running, self._rate = True, UNLIMITED
 
     def _set_rate(self, rate: str) -> None:
-        self._measurements, self._measure_error = {}, None
+        self._links = {}
         self._rate = None  # stays unknown if the command fails
         try:
             run_uninterrupted(command.throttle(rate, self._spec, self._name), self._environment)
@@ -105,39 +110,16 @@ class Network:
             raise Failure(f"cannot set rate {rate}: {failure}", failure.code) from failure
         self._rate, self._throttled = rate, True
 
-    def _measure(self, names: Sequence[str]) -> None:
-        """Measures the links of these hosts, and all of them once more if one is off its rate."""
+    def _measured(self) -> dict[str, dict[str, Any]]:
+        """Measures the links of all hosts, and once more if one is off its rate. Raises Failure."""
         for _ in range(2):
-            for words in command.verify(names, self._spec, self._name, self._sweep.off_percent):
-                code, out, err = self._children.output(words)
-                try:
-                    document = json.loads(out)
-                except ValueError:
-                    document = {"links": []}
-                hosts = document.get("hosts", [document])
-                links = [(host.get("host"), link) for host in hosts for link in host["links"]]
-                if not links:
-                    self._measure_error = f"rate not verified: {error_message(err) or f'exit code {code}'}"
-                    return
-                for host, link in links:
-                    ends = [host if host and end == "here" else end for end in link["link"].split(" -> ")]
-                    self._measurements[" -> ".join(ends)] = link
-            if all(link["ok"] for link in self._measurements.values()):
-                return
-
-    def _judge(self, names: list[str], experiment: Experiment) -> LinkCheck:
-        """Checks only the links of these hosts."""
-        if self._measure_error:
-            return LinkCheck(None, self._measure_error)
-        links = {name: link for name, link in self._measurements.items() if set(name.split(" -> ")) & set(names)}
-        worst = max(links.values(), key=lambda link: abs(link["off_percent"]))["off_percent"]
-        failed = [(name, link) for name, link in links.items() if not link["ok"]]
-        if not failed:
-            return LinkCheck(worst)
-        name, link = max(failed, key=lambda pair: abs(pair[1]["off_percent"]))
-        problem = (
-            f"{link['goodput_mbit']:.4g} Mbit/s instead of {link['expected_mbit']:.4g} ({link['off_percent']:+.1f} %)"
-        )
-        if abs(link["off_percent"]) <= self._sweep.off_percent:
-            problem = "short messages pass faster than the rate"
-        return LinkCheck(worst, f"{name} at {show_rate(experiment.rate_bit_s or 0)}: {problem}")
+            links: dict[str, dict[str, Any]] = {}
+            for words in command.verify(self._spec, self._name, self._sweep.off_percent):
+                document = json.loads(run_uninterrupted(words, self._environment, verdict=True))
+                for host in document.get("hosts", [document]):
+                    for link in host["links"]:
+                        ends = [host.get("host") or end if end == "here" else end for end in link["link"].split(" -> ")]
+                        links[" -> ".join(ends)] = link
+            if all(link["ok"] for link in links.values()):
+                break
+        return links

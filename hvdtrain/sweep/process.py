@@ -15,7 +15,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
-from typing import IO, Any
+from typing import IO
 
 from hvdtrain.launch import supervise
 from hvdtrain.system import exits, proc
@@ -34,23 +34,18 @@ class Stopped(Exception):
     """A signal stopped the sweep. The running command has been ended."""
 
 
-class Timeout(Exception):
-    """A job exceeded its time limit and has been ended."""
-
-
 class Children:
-    """Runs commands in one environment. A signal ends the current command."""
+    """Runs commands in one environment. A signal ends the current job."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = environment
-        self.signal: signal.Signals | None = None
-        """The signal that stopped the sweep"""
-        self.lock_handles: tuple[int, ...] = ()
-        """File descriptors of locks. Jobs inherit them, so the locks last until the last job has ended"""
+        self.stopped = False
+        self.lock: tuple[int, ...] = ()
+        """The descriptor of the lock. Jobs inherit it, so the lock lasts until the last job has ended"""
 
     @contextlib.contextmanager
     def handle_signals(self) -> Iterator[None]:
-        """While active, SIGINT, SIGTERM and SIGHUP only set `self.signal`."""
+        """While active, SIGINT, SIGTERM and SIGHUP only set `stopped`."""
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         previous = {number: signal.signal(number, self._receive) for number in numbers}
         try:
@@ -60,7 +55,7 @@ class Children:
                 signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.signal = signal.Signals(number)
+        self.stopped = True
 
     def sleep(self, seconds: float) -> None:
         """Raises Stopped."""
@@ -71,72 +66,67 @@ class Children:
 
     def check(self) -> None:
         """Raises Stopped if a signal has arrived."""
-        if self.signal is not None:
+        if self.stopped:
             raise Stopped
 
-    def job(self, command: Command, log: IO[bytes], timeout_s: float | None) -> int:
-        """Runs a job with its output in `log`, and returns its exit code. Raises Stopped, Timeout, Failure (69)."""
-        self.check()
-        child = self._start(command, log)
-        until = time.monotonic() + timeout_s if timeout_s is not None else None
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return child.wait(POLL_S)
-            late = until is not None and time.monotonic() > until
-            if self.signal is not None or late:
-                end(child)
-                raise Timeout if late else Stopped
+    def job(self, command: Command, log: IO[bytes]) -> int:
+        """Runs a job with its output in `log`, and returns its exit code. Raises Stopped, Failure (69)."""
+        with self._running(command, log) as child:
+            while True:
+                self.check()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return child.wait(POLL_S)
 
     @contextlib.contextmanager
     def background(self, commands: Sequence[Command]) -> Iterator[None]:
         """Runs commands without output while the block runs, then ends them. Raises Failure (69)."""
         with contextlib.ExitStack() as stack:
             for command in commands:
-                stack.callback(end, self._start(command, subprocess.DEVNULL))
+                stack.enter_context(self._running(command, subprocess.DEVNULL))
             yield
 
-    def _start(self, command: Command, output: int | IO[bytes]) -> subprocess.Popen[bytes]:
-        options = {"stdout": output, "stderr": subprocess.STDOUT, "pass_fds": self.lock_handles}
-        return _start(command, self.environment, **options, preexec_fn=proc.end_with_parent)
-
-    def output(self, command: Command) -> tuple[int, str, str]:
-        """Runs a short command: exit code, standard output, standard error. Raises Stopped, Failure (69)."""
-        self.check()
-        pipe = subprocess.PIPE
-        child = _start(command, self.environment, stdout=pipe, stderr=pipe, text=True)
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                out, err = child.communicate(timeout=POLL_S)
-                return child.returncode, out, err
-            if self.signal is not None:
+    @contextlib.contextmanager
+    def _running(self, command: Command, output: int | IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+        """A child that ends with the block. Raises Failure (69)."""
+        try:
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self.environment,
+                pass_fds=self.lock,
+                process_group=0,
+                preexec_fn=proc.end_with_parent,
+            )
+        except OSError as error:
+            raise Failure(f"{command[0]}: {error.strerror}", exits.UNREACHABLE) from error
+        try:
+            yield child
+        finally:
+            if child.poll() is None:
                 end(child)
-                raise Stopped
 
 
-def run_uninterrupted(command: Command, environment: Mapping[str, str]) -> None:
-    """Runs a command that must not be interrupted: up, down, clear. Raises Failure with its message and exit code."""
-    child = _start(command, environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    _, err = child.communicate()
-    if child.returncode:
-        message = error_message(err) or f"`{shlex.join(command)}`: exit code {child.returncode}"
-        raise Failure(message, child.returncode)
+def run_uninterrupted(command: Command, environment: Mapping[str, str], *, verdict: bool = False) -> str:
+    """Runs a short command that must not be interrupted: up, down, clear, verify. Returns its standard output.
 
-
-def _start(command: Command, environment: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
-    """Starts a command without input in its own process group. Raises Failure (69)."""
+    Raises Failure with its message and exit code; with `verdict` only if it prints nothing, and 69 if it cannot start.
+    """
     try:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, process_group=0, **options)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment, process_group=0
+        )
     except OSError as error:
         raise Failure(f"{command[0]}: {error.strerror}", exits.UNREACHABLE) from error
+    if done.returncode and not (verdict and done.stdout):
+        lines = [line.removeprefix("hvdtrain: ").removeprefix("throttle: ") for line in done.stderr.splitlines()]
+        message = "; ".join(lines[-2:]) or f"`{shlex.join(command)}`: exit code {done.returncode}"
+        raise Failure(message, done.returncode)
+    return done.stdout
 
 
-def error_message(stderr: str) -> str:
-    """The last two lines of a command's errors on one line, without the command's name."""
-    lines = [line.removeprefix("hvdtrain: ").removeprefix("throttle: ") for line in stderr.strip().splitlines()]
-    return "; ".join(lines[-2:])
-
-
-def end(child: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
+def end(child: subprocess.Popen[bytes]) -> None:
     """Sends SIGTERM twice, then kills what remains on this host."""
     for wait_s in (SECOND_TERM_S, KILL_S):
         _signal(child.pid, signal.SIGTERM)

@@ -3,8 +3,6 @@
 
     sudo make chaos CHAOS_ARGS='--faults 20 --seed 1'
     sudo make chaos CHAOS_ARGS='--faults 1 --seed 7 --rates 10mbit'
-    sudo make chaos CHAOS_ARGS='--cost --rates unlimited,10mbit'
-    sudo make chaos CHAOS_ARGS='--every 60 --faults 12 --rates 100mbit'
 
 Creates four virtual hosts. Needs root. A seed determines the fault, the hosts that it hits, the step, the host of the
 launcher, strategy, framework and rate. The run must finish without help, or end with the error that
@@ -12,25 +10,17 @@ docs/guides/when-a-host-dies.md documents. Exits with 1 and names the seed if a 
 per epoch, no step is missing or recorded twice, replicas are equal, no two sides continue, no process is left on any
 host, and survivors are not restarted. Runs are stored in --out. Stored runs are checked again but not repeated, so the
 same command resumes.
-
---every S loses a host every S seconds of one training, and compares its samples with those of undisturbed hosts.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import math
-import os
-import random
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,20 +28,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from bench import UNLIMITED, cluster, known, listed, options_of, say, show  # noqa: E402
-from chaos_faults import BATCH, ENDS, KINDS, LIMIT_S, NAMES, RETURNS, TRAIN, Case, Lab, Run, drawn, send  # noqa: E402
+from bench import UNLIMITED, cluster, known, options_of, say, show  # noqa: E402
+from chaos_faults import BATCH, ENDS, KINDS, LIMIT_S, RETURNS, Case, Lab, Run, drawn  # noqa: E402
 
-from hvdtrain.observe.timing import WARMUP_STEPS  # noqa: E402
 from hvdtrain.system import exits  # noqa: E402
 from hvdtrain.system.commands import as_calling_user, need_root  # noqa: E402
-from hvdtrain.system.exits import Failure  # noqa: E402
-
-FIRST_S = 5.0
-"""A lost host is not started again earlier than this"""
-BATCH_OF_HOST = 32
-"""For --every"""
-START_S, IDLE_S = 4, 8
-"""Time for a job without work to start, and time in which its bytes are counted"""
 
 # --- the laws ---------------------------------------------------------------------------------------------------------
 
@@ -176,170 +157,24 @@ def by_kind(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return lines
 
 
-# --- the cost without faults ------------------------------------------------------------------------------------------
-
-
-def cost(options: argparse.Namespace, lab: Lab) -> list[dict[str, Any]]:
-    """Compare steps with and without --elastic in turn, and count the bytes of an elastic job that does nothing."""
-    hosts, rows = listed(len(NAMES)), []
-    for rate in options.rates:
-        lab.set_rate(rate)
-        medians: dict[str, list[float]] = {"plain": [], "elastic": []}
-        for turn, how in itertools.product(range(options.rounds), medians):
-            folder = options.out / f"cost-{rate}-{turn}-{how}"
-            output = folder.with_suffix(".txt")
-            if not (folder / "COMPLETE").exists():
-                shutil.rmtree(folder, ignore_errors=True)
-                words = [*(["--elastic"] if how == "elastic" else []), "-H", hosts, sys.executable, *TRAIN]
-                words += ["--strategy", "powersgd", "--epochs", "20", "--evaluate-samples", "64"]
-                if lab.start("a", *words, "--run-dir", str(folder), output=output).wait():
-                    raise Failure(f"{folder}: {last_line(output.read_text())}")
-            steps = [each for each in read(folder / "metrics" / "rank0000.jsonl") if each["type"] == "step"]
-            seconds = [each["data_s"] + each["compute_s"] + each["communication_s"] for each in steps[WARMUP_STEPS:]]
-            medians[how].append(statistics.median(seconds))
-            say(f"{rate}, run {turn + 1}, {how}: {1000 * medians[how][-1]:.1f} ms")
-        ratios = sorted(new / old for old, new in zip(medians["plain"], medians["elastic"], strict=True))
-        row = {f"{how}_s": statistics.median(each) for how, each in medians.items()}
-        row |= {"ratio": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]}
-        rows.append({"rate": rate, **row, "heartbeats_of_10mbit": heartbeats_bit_s(lab, hosts, options.out) / 10e6})
-    return rows
-
-
-def heartbeats_bit_s(lab: Lab, hosts: str, folder: Path) -> float:
-    """Return the traffic of a job without work, on the busiest link in its busier direction."""
-    job = lab.start("a", "--elastic", "-H", hosts, "sleep", str(START_S + 2 * IDLE_S), output=folder / "idle.txt")
-    try:
-        job.wait(START_S)
-    except subprocess.TimeoutExpired:
-        before = lab.counters()
-        time.sleep(IDLE_S)
-        return 8 * max(now - old for old, now in zip(before, lab.counters(), strict=True)) / IDLE_S
-    finally:
-        lab.clean()
-    raise Failure(f"{folder}/idle.txt: {last_line((folder / 'idle.txt').read_text())}")
-
-
-# --- a fault every S seconds ------------------------------------------------------------------------------------------
-
-
-def repeatedly(options: argparse.Namespace, lab: Lab) -> list[dict[str, Any]]:
-    """Kill the ranks of one host after the other in one training per rate. Each host comes back."""
-    hosts, rows = listed(len(NAMES)), []
-    for rate in options.rates:
-        lab.set_rate(rate)
-        folder = options.out / f"every-{options.every:g}-{rate}-{options.seed}"
-        shutil.rmtree(folder, ignore_errors=True)
-        words = ["--elastic", "-H", hosts, sys.executable, *TRAIN]
-        words += ["--width", "0.25", "--batch-size", str(BATCH_OF_HOST)]
-        words += ["--strategy", options.strategy, "--epochs", "100000", "--evaluate-samples", "64"]
-        words += ["--checkpoint-epochs", "0", "--run-dir", str(folder)]
-        job, output = None, folder.with_suffix(".txt")
-        try:
-            job = lab.start("a", *words, output=output)
-            kills = list(killed(options, lab, folder, job))
-        finally:
-            if job is not None:
-                job.terminate()
-                job.wait()
-            lab.clean()
-        if len(kills) < options.faults:
-            raise Failure(f"{output}: {last_line(output.read_text())}")
-        rows.append({"rate": rate, **compared(read(folder / "metrics" / "rank0000.jsonl"), kills)})
-    return rows
-
-
-def killed(options: argparse.Namespace, lab: Lab, folder: Path, job: subprocess.Popen[bytes]) -> Iterator[float]:
-    """Kill ranks, and yield the time of each kill. Ends early if the job ends or a host does not come back."""
-    draw, names, path = random.Random(options.seed), [*NAMES], folder / "metrics" / "rank0000.jsonl"
-    wanted = b'"type":"step","step":100,'
-    for number in range(options.faults):
-        began = time.monotonic()
-        while time.monotonic() - began < options.every or (number == 0 and not _holds(path, wanted)):
-            if job.poll() is not None or time.monotonic() - began > LIMIT_S + options.every:
-                return
-            time.sleep(0.2)
-        if number % len(NAMES) == 0:
-            draw.shuffle(names)
-        yield time.time()
-        send([pid for pid, host in lab.ranks().items() if host == names[number % len(NAMES)]], signal.SIGKILL)
-    time.sleep(options.every)
-
-
-def _holds(path: Path, text: bytes) -> bool:
-    return path.exists() and text in path.read_bytes()
-
-
-def compared(rows: Sequence[dict[str, Any]], kills: Sequence[float]) -> dict[str, Any]:
-    """Compare the samples between the first and the last change of members with those of undisturbed hosts.
-
-    Four hosts are undisturbed before the first loss, three in the first FIRST_S seconds after a loss. Evaluations are
-    left out.
-    """
-    views, parts = [row for row in rows if row["type"] == "view"], [list[float]()]
-    for row in rows:
-        if row["type"] == "view":
-            parts.append([])
-        elif row["type"] == "step" and not row["warmup"]:
-            parts[-1].append(row["data_s"] + row["compute_s"] + row["communication_s"])
-    four, three = statistics.mean(parts[0]), list[float]()
-    for view, part in zip(views, parts[1:], strict=True):
-        if view["hosts"] < len(NAMES) and part:
-            three += first(part)
-    step_s = {len(NAMES): four, len(NAMES) - 1: statistics.mean(three)}
-    samples = capacity = whole = 0.0
-    for view, later in itertools.pairwise(views):
-        inside = [row for row in rows if row["type"] == "epoch" and view["step"] < row["step"] <= later["step"]]
-        training_s = later["unix_s"] - view["unix_s"] - sum(row["validation_s"] for row in inside)
-        samples += (later["step"] - view["step"]) * view["global_batch"]
-        capacity += training_s * view["global_batch"] / step_s[view["hosts"]]
-        whole += training_s * BATCH_OF_HOST * len(NAMES) / four
-    after = [[view for view in views if view["unix_s"] > kill] for kill in kills]
-    back = [[view["unix_s"] for view in each if view["hosts"] == len(NAMES)] for each in after]
-    return {
-        "faults": len(kills),
-        "continued_s": max(each[0]["unix_s"] - kill for kill, each in zip(kills, after, strict=True)),
-        "complete_s": max(each[0] - kill if each else math.inf for kill, each in zip(kills, back, strict=True)),
-        "stop_s": max(view["lost_s"] for view in views if view["hosts"] == len(NAMES)),
-        "four_s": four,
-        "three_s": step_s[len(NAMES) - 1],
-        "of_present": samples / capacity,
-        "of_four": samples / whole,
-    }
-
-
-def first(steps: Sequence[float]) -> list[float]:
-    """The first steps that take FIRST_S seconds together."""
-    ends = itertools.accumulate(steps)
-    return [step for step, end in zip(steps, ends, strict=True) if end <= FIRST_S] or [steps[0]]
-
-
 # --- options and results ----------------------------------------------------------------------------------------------
 
 
 def main(arguments: list[str]) -> int:
     defaults: dict[str, Any] = {"rates": ["10mbit", "100mbit", UNLIMITED], "kinds": [*KINDS], "faults": 20, "seed": 1}
-    top = options_of(__doc__, "chaos", **defaults, rounds=3, strategy="powersgd", out=ROOT / "results" / "chaos")
-    top.add_argument("--cost", action="store_true", help="measure the cost of --elastic without faults")
-    top.add_argument("--every", type=float, metavar="S", help="one training that loses a host every S seconds")
+    top = options_of(__doc__, "chaos", **defaults, out=ROOT / "results" / "chaos")
     options = top.parse_args(arguments)
     known(top, options.kinds, [*KINDS])
     options.out = options.out.resolve()
-    if options.every is not None and options.every < 30:
-        top.error(f"--every {options.every:g}: a lost host may need 30 s to come back; hint: give 30 or more")
     need_root("the virtual cluster")
     with as_calling_user():  # who the ranks are
         options.out.mkdir(parents=True, exist_ok=True)
-    share = 0.8 * (os.cpu_count() or 1) / len(NAMES) if options.every else None
-    lab = functools.cache(lambda: Lab(options.name, share))  # stored runs need none
-    rows: list[dict[str, Any]] = []
+    lab = functools.cache(lambda: Lab(options.name))  # stored runs need none
     try:
-        if options.every:
-            shown = repeatedly(options, lab())
-        else:
-            shown = cost(options, lab()) if options.cost else by_kind(rows := chaos(options, lab))
+        rows = chaos(options, lab)
     finally:
         cluster("down", "--name", options.name)
-    show(options, rows if options.json and rows else shown)
+    show(options, rows if options.json else by_kind(rows))
     chosen = f"--rates {','.join(options.rates)} --kinds {','.join(options.kinds)}"
     failed = [row for row in rows if row["problems"]]
     for row in failed:

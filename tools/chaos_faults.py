@@ -118,10 +118,8 @@ def drawn(seed: int, rates: Sequence[str], kinds: Sequence[str]) -> Case:
 class Lab:
     """Four virtual hosts, their links, and the processes on them."""
 
-    def __init__(self, name: str, cpu_share: float | None = None) -> None:
-        """`cpu_share`: the cores of each host; None: as many as there are."""
-        share = [] if cpu_share is None else ["--cpu-share", f"{min(cpu_share, 1.0):g}"]
-        cluster("up", "--name", name, "--hosts", ",".join(NAMES), *share)
+    def __init__(self, name: str) -> None:
+        cluster("up", "--name", name, "--hosts", ",".join(NAMES))
         self._name, self._cluster = name, virtual.load(name)
         self._netns = {name: self._cluster.netns(name) for name in NAMES}
         self._inodes = {Path("/run/netns", netns).stat().st_ino: name for name, netns in self._netns.items()}
@@ -179,11 +177,6 @@ class Lab:
         for host, folder in self._disks:
             run([*virtual.inside(self._cluster, host, share=False), "umount", str(folder)])
         self._disks.clear()
-
-    def counters(self) -> list[int]:
-        """Bytes sent and received so far by each host."""
-        shown = [run(["ip", "-n", netns, "-s", "-j", "link", "show", "eth0"]) for netns in self._netns.values()]
-        return [json.loads(text)[0]["stats64"][way]["bytes"] for text in shown for way in ("tx", "rx")]
 
     def start(self, host: str, *words: str, output: Path) -> subprocess.Popen[bytes]:
         """Start a launcher on a host."""

@@ -130,25 +130,25 @@ def test_a_split_is_captioned_with_the_best_checkpoint(
     run: Path, spec: CaptionerSpec, run_command: Callable[..., tuple[int, Any, str]]
 ) -> None:
     split, beam = shapes().validation, 4
-    code, document, _ = run_command(run, "--split", "validation", "--limit", 9, "--beam", beam)
+    code, document, _ = run_command(run, "--split", "validation", "--beam", beam)
     assert code == OK
     assert document["schema"] == "hvdtrain/predictions/2"
     assert document["problems"] == []
     found = [caption["caption"] for caption in document["predictions"]]
-    assert found == expected(spec, split.inputs[:9], beam)
-    assert found != expected(spec, split.inputs[:9], beam, LAST)
+    assert found == expected(spec, split.inputs[:24], beam)
+    assert found != expected(spec, split.inputs[:24], beam, LAST)
     assert len(set(found)) > 3, "the model's captions must differ"
-    assert [caption["image"] for caption in document["predictions"]] == list(split.names[:9])
-    assert [tuple(caption["references"]) for caption in document["predictions"]] == list(split.references[:9])
+    assert [caption["image"] for caption in document["predictions"]] == list(split.names[:24])
+    assert [tuple(caption["references"]) for caption in document["predictions"]] == list(split.references[:24])
 
 
 def test_both_frameworks_write_the_same_captions(run: Path, run_command: Callable[..., tuple[int, Any, str]]) -> None:
-    flags = [str(run), "--split", "test", "--limit", "12"]
+    flags = [str(run), "--split", "test"]
     _, torch, _ = run_command(*flags, "--framework", "torch")
     _, tensorflow, _ = run_command(*flags, "--framework", "tensorflow")
     assert tensorflow == torch | {"framework": "tensorflow"}
     assert torch["framework"] == "torch"
-    assert len(torch["predictions"]) == 12
+    assert len(torch["predictions"]) == 24
 
 
 def test_a_folder_stands_for_the_images_in_it(
@@ -243,6 +243,6 @@ def test_a_damaged_best_checkpoint_is_not_used(
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     file = copy / "checkpoints" / "step-00000010" / "shared.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"!")
-    _, document, _ = run_command(copy, "--split", "test", "--limit", 5)
+    _, document, _ = run_command(copy, "--split", "test")
     found = [caption["caption"] for caption in document["predictions"]]
-    assert found == expected(spec, shapes().test.inputs[:5], 3, LAST)
+    assert found == expected(spec, shapes().test.inputs[:24], 3, LAST)

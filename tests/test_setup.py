@@ -254,8 +254,9 @@ def test_the_distributions_python_unpacks_the_source_for_a_normal_user() -> None
 
 
 def test_an_incomplete_wheel_in_the_cache_is_rebuilt_for_which_there_must_be_an_index(tmp_path: Path) -> None:
-    done = run([*BUILD, "--print-key"], tmp_path, XDG_CACHE_HOME=str(tmp_path))
-    shelf = f"horovod-{build_horovod.VERSION}-{build_horovod.digest(json.loads(done.stdout)[FRAMEWORK])}"
+    nccl = horovod_parts.find_nccl(FRAMEWORK, horovod_parts.site_packages([FRAMEWORK]))
+    needs = build_horovod.dependencies(FRAMEWORK, horovod_parts.find_mpi("wheel")[1], nccl)
+    shelf = f"horovod-{build_horovod.VERSION}-{build_horovod.digest(needs)}"
     wheel = tmp_path / "hvdtrain" / shelf / f"horovod-{build_horovod.VERSION}-cp311-linux.whl"
     wheel.parent.mkdir(parents=True)
     wheel.write_bytes(b"PK\x03\x04 torn")

@@ -210,8 +210,6 @@ class Measurement:
     """power, resources, both or none
 
     One process per host samples them: power, resources, or power,resources."""
-    monitor_ms: int = bounded(500, least=50)
-    """Milliseconds between two samples"""
     monitor_idle_s: float = bounded(0.0, least=0)
     """Seconds of idle power measured before step 0"""
     profile: str | None = None

@@ -2,7 +2,7 @@
 
 The first optimizer calls `begin`, each step `Steps.done`, the script `log`, and the end of the script `finish`.
 Rank 0's environment counts: HVDTRAIN_RUN_DIR names the folder, HVDTRAIN_RECORD=0 turns recording off, and
-HVDTRAIN_MONITOR, _MONITOR_MS and _MONITOR_IDLE_S are the workloads' options. Values that the script does not log stay
+HVDTRAIN_MONITOR and HVDTRAIN_MONITOR_IDLE_S are the workloads' options. Values that the script does not log stay
 empty: the samples of a step, the wait for its batch (part of compute_s), the batch arithmetic.
 """
 
@@ -28,7 +28,7 @@ from hvdtrain.system.exits import Failure
 from hvdtrain.training import manifest as run_manifest
 from hvdtrain.training import run_folder
 
-VARIABLES = ("RECORD", "RUN_DIR", "RESUME", "MONITOR", "MONITOR_MS", "MONITOR_IDLE_S")
+VARIABLES = ("RECORD", "RUN_DIR", "RESUME", "MONITOR", "MONITOR_IDLE_S")
 
 _recorder: Recorder | None = None
 begun = False
@@ -68,11 +68,10 @@ def begin(
             strategy=str(exchange),
             run_dir=script.new_folder(options["RUN_DIR"], restarted=options["RESUME"] not in (None, "", "0", "false")),
             monitor=options["MONITOR"] or "none",
-            monitor_ms=int(options["MONITOR_MS"] or TrainConfig.monitor_ms),
             monitor_idle_s=float(options["MONITOR_IDLE_S"] or 0),
         )
     except ValueError as error:
-        raise Failure(f"HVDTRAIN_MONITOR_MS and _MONITOR_IDLE_S take numbers: {error}", exits.BAD_CONFIG) from None
+        raise Failure(f"HVDTRAIN_MONITOR_IDLE_S is not a number: {error}", exits.BAD_CONFIG) from None
     name = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(sys.argv[0]).stem) or "script"
     try:
         folder = run_folder.open_folder(config, name, world).resolve()  # the script may change its folder

@@ -2,7 +2,7 @@
 
 examples:
   hvdtrain predict results/RUN photo.jpg photos/             # the class of each image, or its caption
-  hvdtrain predict results/RUN --split test --limit 100      # captions of the run's own images
+  hvdtrain predict results/RUN --split test                  # captions of 24 of the run's own images
   hvdtrain predict results/RUN new.csv --out answers.csv     # a class for each row
   hvdtrain predict results/RUN other.csv --score             # the scores of the predictions
   hvdtrain predict results/RUN readings.csv                  # a forecast for each row
@@ -48,6 +48,7 @@ from hvdtrain.training import summary
 SCHEMA = "hvdtrain/predictions/2"
 SCORES = "hvdtrain/classes/1"
 BATCH_SIZE = 64
+SPLIT_IMAGES = 24
 BATCH_PIXELS = 1 << 24
 """Largest batch of images of more than 512x512 pixels"""
 
@@ -67,8 +68,7 @@ def parser() -> Parser:
     one.add_argument("--json", action="store_true", help="print one JSON document")
     one.add_argument("--score", action="store_true", help="tables: print the scores of the predictions instead")
     one.add_argument("--beam", type=at_least_one, default=3, metavar="N", help="captions: beam width (default: 3)")
-    one.add_argument("--split", choices=("train", "validation", "test"), help="captions: the run's own data instead")
-    one.add_argument("--limit", type=at_least_one, default=24, metavar="N", help="images of --split (default: 24)")
+    one.add_argument("--split", choices=("train", "validation", "test"), help="captions: 24 of the run's own images")
     one.add_argument("--weights", metavar="FILE", help="captions: VGG16's weights, if the file has moved since the run")
     return one
 
@@ -163,7 +163,7 @@ def captions(options: Any, run: Run, framework: str, problems: image_files.Probl
     images: Iterable[tuple[NDArray[np.uint8], str, tuple[str, ...]]]
     if options.split:
         split = getattr(load(run.manifest.config["data"]), options.split)
-        count = min(options.limit, len(split.names))
+        count = min(SPLIT_IMAGES, len(split.names))
         images = zip(split.inputs[:count], split.names, split.references, strict=False)
     else:
         found = image_files.list_files(options.inputs, problems)

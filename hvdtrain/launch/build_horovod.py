@@ -3,7 +3,6 @@
 examples:
   hvdtrain build-horovod                     for the installed frameworks: build, or use the cached wheel, and install
   hvdtrain build-horovod torch,tensorflow
-  hvdtrain build-horovod torch --print-key   print what the wheel depends on
 
 Horovod 0.28.1, the newest release, is older than the supported PyTorch, TensorFlow and CUDA, so its source needs EDITS.
 Each edit must match exactly once, otherwise nothing is built.
@@ -349,7 +348,6 @@ def compile_sleeper() -> None:
 def parser() -> Parser:
     top = Parser(prog="hvdtrain build-horovod", description=__doc__)
     top.add_argument("frameworks", nargs="?", help="torch, tensorflow or torch,tensorflow (default: those installed)")
-    top.add_argument("--print-key", action="store_true", help="print what the wheel depends on and exit")
     return top
 
 
@@ -369,9 +367,6 @@ def main(arguments: list[str]) -> int:
         parts.check_cuda(framework, nccl[framework], site)
     about = mpi[1] if choice == "wheel" else f"{mpi[1]} in {mpi[0]}"
     needs = {framework: dependencies(framework, about, nccl[framework]) for framework in frameworks}
-    if options.print_key:
-        print(json.dumps(needs, indent=2))
-        return exits.OK
     try:
         wheels = [wheel_for(name, mpi, nccl[name], digest(needs[name])) for name in frameworks]
         with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as folder:

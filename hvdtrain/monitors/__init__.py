@@ -24,6 +24,8 @@ POWERCAP = "/sys/class/powercap"
 START_S = 20.0
 """Time limit for the sampler to open its sensors. Without its persistence daemon, an NVIDIA driver needs seconds"""
 END_S = 5.0
+INTERVAL_S = 0.5
+"""Between two samples"""
 ROOT = str(Path(__file__).resolve().parent.parent.parent)
 
 
@@ -86,14 +88,20 @@ class Monitor:
     """
 
     def __init__(
-        self, names: str, folder: Path, *, interval_ms: int, idle_s: float, ranks: Sequence[dict[str, Any]]
+        self,
+        names: str,
+        folder: Path,
+        *,
+        idle_s: float,
+        ranks: Sequence[dict[str, Any]],
+        interval_s: float = INTERVAL_S,
     ) -> None:
         self._host = socket.gethostname()
         order = {
             "monitors": [name for name in ("power", "resources") if name in names.split(",")],
             "path": str((folder / "monitors" / f"{self._host}.jsonl").absolute()),
             "host": self._host,
-            "interval_s": interval_ms / 1000,
+            "interval_s": interval_s,
             "idle_s": idle_s,
             "powercap": powercap_root(),
             **assign(self._host, ranks),

@@ -14,15 +14,14 @@ from typing import Any
 from hvdtrain import monitors
 from hvdtrain.system import exits
 from hvdtrain.system.arguments import Parser
-from hvdtrain.system.exits import Failure
 
 PURPOSE = """List the power sensors and resource counters of this host, and the reason if a sensor cannot be read.
 
 examples:
   hvdtrain monitors
-  hvdtrain monitors --seconds 10 --json
   python -m hvdtrain.resnet --monitor power,resources --monitor-idle-s 30
 """
+MEASURED_S = 1.0
 UDEV_RULE = """To let all users read RAPL after every boot, add this line to /etc/udev/rules.d/90-rapl.rules.
 Only root can read it since CVE-2020-8694, because it can reveal the computations of other users:
 SUBSYSTEM=="powercap", ACTION=="add", RUN+="/bin/chmod a+r /sys%p/energy_uj"
@@ -32,22 +31,21 @@ SUBSYSTEM=="powercap", ACTION=="add", RUN+="/bin/chmod a+r /sys%p/energy_uj"
 def parser() -> Parser:
     top = Parser(prog="hvdtrain monitors", description=PURPOSE)
     top.add_argument("--json", action="store_true", help="print one JSON document")
-    top.add_argument("--seconds", type=float, default=1.0, help="how long to measure power (default: 1)")
     return top
 
 
-def measure(root: Path, seconds: float) -> dict[str, Any]:
-    """The document of `--json`. Power is the mean over `seconds`, or null without a reading."""
+def measure(root: Path) -> dict[str, Any]:
+    """The document of `--json`. Power is the mean over MEASURED_S, or null without a reading."""
     from hvdtrain.monitors import rapl
     from hvdtrain.monitors.nvml import Nvml
     from hvdtrain.monitors.resources import Resources
 
     nvml = Nvml()
-    sensors = [*rapl.sensors(root, seconds), *nvml.sensors()]
+    sensors = [*rapl.sensors(root), *nvml.sensors()]
     began_s = time.monotonic()
     for sensor in sensors:
         sensor.take(began_s)
-    time.sleep(seconds)
+    time.sleep(MEASURED_S)
     ended_s = time.monotonic()
     devices = []
     for sensor in sensors:
@@ -109,9 +107,7 @@ def show(document: dict[str, Any]) -> None:
 def main(arguments: list[str]) -> int:
     """Returns the exit code. Raises Failure, whose message is for the user."""
     options = parser().parse_args(arguments)
-    if not 0 < options.seconds <= 60:  # no counter can wrap twice within a minute
-        raise Failure(f"--seconds {options.seconds:g}: not above 0 and at most 60", exits.USAGE)
-    document = measure(Path(monitors.powercap_root()), options.seconds)
+    document = measure(Path(monitors.powercap_root()))
     print(json.dumps(document, indent=2)) if options.json else show(document)
     return exits.OK
 

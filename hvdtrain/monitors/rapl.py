@@ -106,17 +106,17 @@ def zones(root: Path) -> list[Zone]:
     return result
 
 
-def sensors(root: Path, interval_s: float) -> list[Sensor]:
-    """A sensor for each package and its DRAM, to be read every `interval_s`. Missing sensors have a reason."""
+def sensors(root: Path) -> list[Sensor]:
+    """A sensor for each package and its DRAM. Missing sensors have a reason."""
     model = proc.processor() or "CPU"
     result: list[Sensor] = []
     counted = {zone.device: zone for zone in zones(root) if zone.device}
     for device, zone in counted.items():
         if device.startswith("cpu"):
-            result.append(_sensor(zone, device, f"{model}, {zone.name}", interval_s))
+            result.append(_sensor(zone, device, f"{model}, {zone.name}"))
             memory, name = device.replace("cpu", "dram"), f"DRAM of {zone.name}"
             if memory in counted:
-                result.append(_sensor(counted[memory], memory, name, interval_s))
+                result.append(_sensor(counted[memory], memory, name))
             else:
                 result.append(Sensor(memory, name, "this CPU's RAPL has no dram zone"))
     if result:
@@ -128,9 +128,9 @@ def sensors(root: Path, interval_s: float) -> list[Sensor]:
     return result
 
 
-def _sensor(zone: Zone, device: str, name: str, interval_s: float) -> Sensor:
+def _sensor(zone: Zone, device: str, name: str) -> Sensor:
     try:
-        sensor = Rapl(zone, device, name)
+        return Rapl(zone, device, name)
     except PermissionError as error:
         reason = f"{error.filename}: only root can read it; hint: sudo chmod a+r {zone.path.parent}/*/energy_uj"
         return Sensor(device, name, reason)
@@ -138,14 +138,6 @@ def _sensor(zone: Zone, device: str, name: str, interval_s: float) -> Sensor:
         return Sensor(device, name, f"{error.filename}: {error.strerror}")
     except ValueError as error:
         return Sensor(device, name, f"{zone.path}: {error}")
-    if interval_s > sensor.safe_s:
-        reason = (
-            f"its counter wraps after {sensor.range_uj / 1e6:.0f} J, perhaps twice in {interval_s:g} s; "
-            f"hint: read it every {sensor.safe_s * 1000:.0f} ms or more often (a run's --monitor-ms, or --seconds of "
-            "`hvdtrain monitors`)"
-        )
-        return Sensor(device, name, reason)
-    return sensor
 
 
 def _why_no_zones(root: Path) -> str:

@@ -127,7 +127,7 @@ def watch(order: dict[str, Any], line: Line) -> None:
     sensors: list[Sensor] = []
     resources = None
     if "power" in monitors:
-        cpu, gpu = rapl.sensors(Path(order["powercap"]), interval_s), nvml.sensors()
+        cpu, gpu = rapl.sensors(Path(order["powercap"])), nvml.sensors()
         sensors = [
             *recorded_here(cpu, order["recorder"]["cpu"], name),
             *recorded_here(gpu, order["recorder"]["gpu"], name),

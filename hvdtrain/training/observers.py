@@ -69,9 +69,7 @@ def monitoring(
     monitor: Any = None
     offers = world.gather(monitors.describe_rank(world.rank, device))
     if world.local_rank == 0:
-        monitor = monitors.Monitor(
-            config.monitor, folder, interval_ms=config.monitor_ms, idle_s=config.monitor_idle_s, ranks=offers
-        )
+        monitor = monitors.Monitor(config.monitor, folder, idle_s=config.monitor_idle_s, ranks=offers)
     else:
         time.sleep(config.monitor_idle_s)
     for unavailable in world.gather(monitor and monitor.unavailable):

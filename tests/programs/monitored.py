@@ -82,7 +82,7 @@ options = json.loads(os.environ.get("MONITORED", "{}"))
 names = options.pop("names", "power,resources")
 ranks = [monitors.describe_rank(0, "cpu") | rank for rank in options.pop("ranks", [{}])]
 before = counters()
-monitor = monitors.Monitor(names, FOLDER, **({"interval_ms": 100, "idle_s": 0, "ranks": ranks} | options))
+monitor = monitors.Monitor(names, FOLDER, **({"interval_s": 0.1, "idle_s": 0, "ranks": ranks} | options))
 ready = counters()
 with monitor:
     began = counters()

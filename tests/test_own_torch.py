@@ -133,6 +133,7 @@ def test_gradients_of_distributed_data_parallel_are_summed_by_a_strategy() -> No
         worst, of_the_sum = report["reducers"][strategy]
         assert 0 < 5 * of_the_sum < worst < 0.2, strategy
     assert all(report["resumed"].values()), report["resumed"]
+    assert "not use 2 of 16 parameters, such as layers.7.weight; hint:" in report["refusal"]
 
 
 def test_ranks_of_torch_multiprocessing_are_one_job() -> None:

@@ -151,7 +151,7 @@ class Summing:
         """
         if self._waits and self._all_used and len(self._waits) < len(self._named):
             name = list(self._named)[min(self._waits)]
-            problem = f"the loss does not use {len(self._waits)} parameters, such as {name}"
+            problem = f"the loss does not use {len(self._waits)} of {len(self._named)} parameters, such as {name}"
             raise RuntimeError(f"{problem}; hint: DistributedDataParallel(..., find_unused_parameters=True)")
         self._waits, self._all_used, self._ends = set(range(len(self._named))), all_used, False
         self._parameters.begin_pass()

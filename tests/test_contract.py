@@ -73,7 +73,7 @@ def with_flag(flag: str) -> set[str]:
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> None:
     """Imports the modules that commands import late, so that the forks need not."""
-    results = ("export", "tables.energy", "tables.overview", "tables.compare", "tables.strategies", "report.document")
+    results = ("export", "tables.energy", "tables.overview", "tables.strategies", "report.document")
     others = (
         "plan.command",
         "strategies.catalog",
@@ -179,7 +179,6 @@ JSON = {
     "sweep": "sweep.toml --dry-run",
     "plan": "--parameters 1M --step-seconds 0.1 --hosts 2 --rates 10mbit --strategy hierarchical",
     "results show": "run .",
-    "results compare": "run run",
     **{f"results {name}": "." for name in RESULTS},
     **dict.fromkeys(WORKLOADS, "--dry-run"),
 }

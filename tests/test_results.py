@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
-import json
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -21,8 +18,7 @@ from hypothesis import strategies as st
 from hvdtrain.results.__main__ import main
 from hvdtrain.results.columns import Column
 from hvdtrain.results.read.where import Where
-from hvdtrain.results.statistics import Interval, Statistic, holm, p_value, summary
-from hvdtrain.results.tables.compare import judge
+from hvdtrain.results.statistics import Interval, Statistic, summary
 from hvdtrain.results.tables.model import cell
 from hvdtrain.system.exits import Failure
 
@@ -193,98 +189,13 @@ def test_missing_runs_are_errors_with_hints(tmp_path: Path) -> None:
         main(["table", str(tmp_path / "nowhere")])
 
 
-# --- compare ----------------------------------------------------------------------------------------------------------
-
-
-def test_worse_is_beyond_the_threshold_and_beyond_the_spread() -> None:
-    def verdict(before: list[float], after: list[float], less_is_better: bool = True) -> str:
-        a, b = summary(before), summary(after)
-        assert a is not None
-        assert b is not None
-        return judge(a, b, 0.05, p_value(a, b), less_is_better=less_is_better)[1]
-
-    assert verdict([10, 10.1, 9.9], [10.4, 10.5, 10.3]) == "same"
-    assert verdict([10, 10.1, 9.9], [11, 11.1, 10.9]) == "worse"
-    assert verdict([10, 10.1, 9.9], [11, 11.1, 10.9], less_is_better=False) == "better"
-    assert verdict([10, 14, 6], [11, 15, 7]) == "unclear"
-    assert verdict([10], [11]) == verdict([10, 10], [11]) == "unclear (single run)"
-    assert verdict([0, 0], [1, 1]) == "unclear"
-    assert verdict([0], [0]) == "same"
-    assert verdict([-10, -10], [-9, -9]) == "worse", "an increase below 0"
-
-
-def test_comparing_equal_runs_many_times_errs_in_5_percent_of_the_cases() -> None:
-    draw = random.Random(0)
-
-    def p() -> float:
-        a, b = (summary(draw.gauss(10, 1) for _ in range(4)) for _ in range(2))
-        assert a and b
-        return p_value(a, b) or 0.0
-
-    families = [[p() for _ in range(20)] for _ in range(400)]
-    assert sum(min(family) <= 0.05 for family in families) > 200, "uncorrected"
-    assert 4 < sum(min(holm(family)) <= 0.05 for family in families) < 32
-    assert holm([0.03, 0.01, 0.04, 0.5]) == pytest.approx([0.09, 0.04, 0.09, 0.5])
-
-
-def test_compare_exits_with_1_if_anything_is_worse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for seed in range(3):
-        runs.make(tmp_path / "a" / str(seed), compute_s=0.5 + seed / 1000, seed=seed)
-        runs.make(tmp_path / "b" / str(seed), compute_s=0.6 + seed / 1000, seed=seed)
-        runs.make(tmp_path / "c" / str(seed), hosts=2, seed=seed)
-        runs.make(tmp_path / "c" / f"{seed}-10mbit", hosts=2, rate_mbit=10.0, seed=seed)
-    a, b, c = (str(tmp_path / name) for name in "abc")
-    assert main(["compare", a, b]) == 1
-    assert "worse" in capsys.readouterr().out
-    assert main(["compare", a, b, "--threshold", "50%"]) == 0
-    assert main(["compare", b, a]) == 0
-    with failing(65, "nothing to compare"):
-        main(["compare", a, c])
-    (tmp_path / "empty").mkdir()
-    for command in (["compare", a, str(tmp_path / "empty")], ["compare", a, b, "--where", "hosts>7"]):
-        with failing(65, "no runs? in "):
-            main(command)
-
-
-def test_compare_knows_the_direction_of_each_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_time_to_a_signed_score_is_interpolated_from_the_side_of_the_run(tmp_path: Path) -> None:
     for seed in range(2):
-        same = {"seed": seed, "validation_s": 0.1 + seed / 1e4}
-        runs.make(tmp_path / "a" / str(seed), compute_s=0.5, energy_w={"cpu0": 10.0}, test_accuracy=0.9, **same)
-        runs.make(tmp_path / "b" / str(seed), compute_s=0.6, energy_w={"cpu0": 15.0}, test_accuracy=0.7, **same)
-    figures = ("train (s)", "end to end (s)", "throughput (samples/s)", "energy (J)", "test accuracy (%)")
-    for order, verdict in (("ab", "worse"), ("ba", "better")):
-        code = main(["compare", *(str(tmp_path / side) for side in order), "--format", "json"])
-        rows = json.loads(capsys.readouterr().out)["rows"]
-        found = {row["figure"]: row["verdict"] for row in rows if row["figure"] in figures}
-        assert found == dict.fromkeys(figures, verdict)
-        assert code == (verdict == "worse")
-
-
-def test_a_signed_score_is_best_at_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The interpolated time to a target approaches it from the side of the run."""
-    for name, seed in itertools.product(("near", "far"), range(2)):
-        bias, folder = {"near": 5.0, "far": -80.0}[name], tmp_path / name / str(seed)
-        runs.make(folder, train_s=20.0, accuracies=(-80.0, bias), test_accuracy=bias, seed=seed)
-        with runs.edited(folder / "manifest.json") as manifest:
+        runs.make(tmp_path / str(seed), train_s=20.0, accuracies=(-80.0, 5.0), test_accuracy=5.0, seed=seed)
+        with runs.edited(tmp_path / str(seed) / "manifest.json") as manifest:
             manifest["metric"]["scores"]["accuracy"] |= {"least": None, "most": None, "higher_is_better": None}
-    for order, verdict in ((("far", "near"), "better"), (("near", "far"), "worse")):
-        code = main(["compare", *(str(tmp_path / side) for side in order), "--format", "json"])
-        rows = json.loads(capsys.readouterr().out)["rows"]
-        (found,) = (row["verdict"] for row in rows if row["figure"].startswith("test accuracy"))
-        assert (found, code) == (verdict, verdict == "worse")
-    row = runs.results("strategies", tmp_path / "near", "--target", "30")["rows"][0]
+    row = runs.results("strategies", tmp_path, "--target", "30")["rows"][0]
     assert row["interpolated_s"]["mean"] == pytest.approx(10 + 10 * (80 - 30) / (80 + 5))
-
-
-def test_compare_counts_groups_without_a_partner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both groups of A match the first group of B, which has not recorded their difference."""
-    for number, precision in enumerate(("fp32", "bf16")):
-        runs.make(tmp_path / "a" / precision, config={"precision": precision}, seed=number)
-    for number, lr in enumerate((None, 0.5)):
-        config = {"precision": None} | ({"lr": lr} if lr else {})
-        runs.make(tmp_path / "b" / str(number), config=config, seed=number)
-    main(["compare", str(tmp_path / "a"), str(tmp_path / "b")])
-    assert "groups in B only: 1" in capsys.readouterr().out
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from scipy import stats
 from hvdtrain.results import groups, scaling
 from hvdtrain.results.columns import RUNS, Column
 from hvdtrain.results.read import frame, steps
-from hvdtrain.results.statistics import Interval, Statistic, p_value, summary
+from hvdtrain.results.statistics import Interval, Statistic, summary
 from hvdtrain.results.tables import energy, model
 
 TABLES = 40
@@ -171,13 +171,6 @@ def test_blocks_are_means_of_equal_parts_in_order(count: int) -> None:
     parts = [seconds[at : at + size] for at in range(0, count - size + 1, size)]
     assert sums.blocks == pytest.approx([sum(part) / size for part in parts])
     assert len(parts) < steps.MOST_BLOCKS and (size == 1 or len(parts) >= steps.MOST_BLOCKS // 2)
-
-
-def test_the_p_value_equals_that_of_scipys_welch_test() -> None:
-    a, b = [10.0, 10.5, 9.5], [11.5, 12.5, 11.0, 11.2, 14.0]
-    above, below = summary(b), summary(a)
-    assert above is not None and below is not None
-    assert p_value(above, below) == pytest.approx(stats.ttest_ind(b, a, equal_var=False).pvalue)
 
 
 @pytest.mark.parametrize(("done", "speedup"), [(3, 2.0), (2, None)])

@@ -21,7 +21,6 @@ examples:
   hvdtrain results accuracy results/ --target 0.95
   hvdtrain results strategies results/ --target 0.95
   hvdtrain results energy results/ --baseline 'hosts=1 and device=gpu'
-  hvdtrain results compare results/before results/after --threshold 5%
   hvdtrain results export results/ --to parquet -o runs.parquet
   hvdtrain results plot time results/ -o time.svg
   hvdtrain results report results/ -o report.html
@@ -77,11 +76,6 @@ def parser() -> Parser:
     words = "compare each strategy and one host at their fastest batch, learning rate and epochs"
     strategies.add_argument("--best", action="store_true", help=words)
     add_group_by(add("phases", "where the time goes"))
-    compare = add("compare", "whether B is worse than A (exit code 1; 65: nothing to compare)", roots=False)
-    compare.add_argument("a", type=Path, metavar="A", help="a run folder, a folder of runs, or the name of a run")
-    compare.add_argument("b", type=Path, metavar="B")
-    compare.add_argument("--threshold", type=fraction, default=0.05, help="smallest relevant change (default: 5%%)")
-    compare.add_argument("--where", metavar="TEST", help="select runs, e.g. 'hosts>1'")
     export = add("export", "a table of runs with every column, for other programs", forms=False)
     export.add_argument("--to", "--format", choices=TABLES, default="csv", dest="to", help="default: csv")
     export.add_argument("--json", action="store_const", dest="to", const="json", help="same as --to json")
@@ -101,27 +95,14 @@ def parser() -> Parser:
     return top
 
 
-def fraction(text: str) -> float:
-    """Parses a share, 0.05 or 5%, as a number from 0 to 1."""
-    value = amount(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a share; hint: give a value such as 0.05 or 5%")
-    return value
-
-
-def amount(text: str) -> float:
-    """Parses a number, or a share in percent."""
-    with contextlib.suppress(ValueError):
-        value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-        if math.isfinite(value):
-            return value
-    raise argparse.ArgumentTypeError(f"{text} is not a number; hint: give a value such as 0.95, 95% or 60")
-
-
 def target(text: str) -> tuple[str | None, float]:
-    """Parses SCORE=VALUE or VALUE; see TARGET."""
+    """Parses SCORE=VALUE or VALUE, a number or a share in percent; see TARGET."""
     name, _, value = text.rpartition("=")
-    return name or None, amount(value)
+    with contextlib.suppress(ValueError):
+        amount = float(value[:-1]) / 100 if value.endswith("%") else float(value)
+        if math.isfinite(amount):
+            return name or None, amount
+    raise argparse.ArgumentTypeError(f"{value} is not a number; hint: give a value such as 0.95, 95% or 60")
 
 
 def main(arguments: list[str]) -> int:

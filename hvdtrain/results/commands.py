@@ -18,7 +18,6 @@ from hvdtrain.results.read.folders import Problem
 from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.read.where import Where
 from hvdtrain.results.tables import accuracy, energy, overview, scaling, strategies
-from hvdtrain.results.tables.compare import compare as compare_runs
 from hvdtrain.results.tables.model import Table
 from hvdtrain.system import exits
 from hvdtrain.system.arguments import near
@@ -128,18 +127,10 @@ def show(options: argparse.Namespace) -> int:
     return exits.OK
 
 
-def compare(options: argparse.Namespace) -> int:
-    sides = (read([folders.find_run(side)], options.where) for side in (options.a, options.b))
-    before, after = (nonempty(side, options.where) for side in sides)
-    table, worse = compare_runs(before, after, options.threshold)
-    print_tables([table], options, [*before.problems, *after.problems])
-    return exits.FAILED if worse else exits.OK
-
-
 def run(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit code."""
-    if options.command in ("show", "compare"):
-        return show(options) if options.command == "show" else compare(options)
+    if options.command == "show":
+        return show(options)
     loaded = nonempty(read([folders.find_run(root) for root in options.roots], options.where), options.where)
     score, value = getattr(options, "target", TARGET)
     if (score, value) != TARGET:

@@ -27,8 +27,6 @@ PER_HOST = (*SAME, "ranks_per_host")
 DEVICES = tuple(name for name in SAME if name not in ("device", *SOFTWARE))
 """Must be equal to compare devices. Only CPUs have cores and threads, so a GPU may be compared with a CPU, and its
 framework may have another version"""
-CHOSEN = (*WORK, *MEANS)
-"""Must be equal on two sides that the user names, which may differ in strategy, framework and hosts"""
 MUST: dict[Count, tuple[str, ...]] = {"hosts": PER_HOST, "ranks": SAME}
 BATCH: dict[Kind, str] = {"strong": "global_batch", "weak": "rank_batch"}
 """The batch that is equal in each kind of comparison. `other`: the user's baseline names its batch, or none is known"""

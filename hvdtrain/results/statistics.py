@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 LEVEL = 0.95
 
@@ -93,27 +93,6 @@ def _on_logarithms(
     return Interval(mean, mean * math.exp(-half), mean * math.exp(half))
 
 
-def p_value(a: Statistic, b: Statistic) -> float | None:
-    """Of Welch's test that the means are equal; None if a side has less than two values."""
-    if a.sd is None or b.sd is None:
-        return None
-    error, freedom = _welch([a.sd**2 / a.n, b.sd**2 / b.n], [a.n, b.n])
-    if not error:
-        return float(a.mean == b.mean)
-    from scipy.special import stdtr
-
-    return 2 * float(stdtr(freedom, -abs(a.mean - b.mean) / error))
-
-
-def holm(values: Sequence[float]) -> list[float]:
-    """The p values corrected for their number (Holm, 1979): the family of tests errs with at most the level."""
-    corrected, largest = list(values), 0.0
-    for rank, place in enumerate(sorted(range(len(values)), key=values.__getitem__)):
-        largest = max(largest, min(1.0, (len(values) - rank) * values[place]))
-        corrected[place] = largest
-    return corrected
-
-
 @functools.lru_cache(maxsize=4096)
 def t_quantile(freedom: float) -> float:
     """t such that a Student variable with `freedom` > 0 degrees lies within +-t with probability LEVEL."""
@@ -123,15 +102,10 @@ def t_quantile(freedom: float) -> float:
 
 
 def _half_width(variances: list[float], counts: list[int]) -> float:
-    """Half of the 95 % interval of the sum of two estimates with these variances."""
-    error, freedom = _welch(variances, counts)
-    return t_quantile(freedom) * error if error else 0.0
-
-
-def _welch(variances: list[float], counts: list[int]) -> tuple[float, float]:
-    """Standard error of the sum of two estimates with these variances, and its degrees of freedom (Satterthwaite)."""
+    """Half of the 95 % interval of the sum of two estimates with these variances (Satterthwaite's degrees of
+    freedom)."""
     total = math.fsum(variances)
     if not total:
-        return 0.0, math.inf
+        return 0.0
     parts = ((part / total) ** 2 / (n - 1) for part, n in zip(variances, counts, strict=True))
-    return math.sqrt(total), 1 / math.fsum(parts)
+    return t_quantile(1 / math.fsum(parts)) * math.sqrt(total)

@@ -57,7 +57,6 @@ COMMANDS = {
     "hvdtrain results accuracy results/": (),
     "hvdtrain results strategies results/ --target 0.01": (),
     "hvdtrain results phases results/": (),
-    "hvdtrain results compare results/a results/b": (1, 65),  # worse; nothing to compare
     "hvdtrain results export results/": (),
     "hvdtrain results plot time results/ -o time.svg": (),
     "hvdtrain results report results/ -o report.html": (),

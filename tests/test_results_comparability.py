@@ -94,13 +94,6 @@ def test_values_that_one_side_did_not_record_are_assumed_equal_with_a_note(tmp_p
     assert any("did not record precision, threads per rank" in note for note in table["notes"])
 
 
-def test_the_users_baseline_may_differ_in_the_columns_it_names(tmp_path: Path) -> None:
-    root = pair(tmp_path, threads=2)
-    for test, compared in (("hosts=1", False), ("hosts=1 and threads=2", True)):
-        table = runs.results("scaling", root, "--baseline", test)
-        assert any(row["speedup"] and row["count"] == 2 for row in table["rows"]) is compared
-
-
 def test_unequal_hosts_are_not_comparable_with_a_single_one(tmp_path: Path) -> None:
     folder = runs.make(tmp_path / "two", hosts=2, cores=0.5)
     with runs.edited(folder / "manifest.json") as manifest:

@@ -20,7 +20,7 @@ examples:
   hvdtrain results table results/ --where 'rate_mbit=10 and hosts>1' --format markdown
   hvdtrain results accuracy results/ --target 0.95
   hvdtrain results strategies results/ --target 0.95
-  hvdtrain results energy results/ --baseline 'hosts=1 and device=gpu'
+  hvdtrain results energy results/ --where 'device=gpu'
   hvdtrain results export results/ --to parquet -o runs.parquet
   hvdtrain results plot time results/ -o time.svg
   hvdtrain results report results/ -o report.html
@@ -56,18 +56,13 @@ def parser() -> Parser:
         words = f"{what}: 0.95 or 95%% (default) of the primary metric, or SCORE=VALUE"
         one.add_argument("--target", type=target, default=TARGET, help=words)
 
-    def add_baseline(one: argparse.ArgumentParser) -> None:
-        one.add_argument("--baseline", metavar="TEST", help="select the baseline, e.g. 'hosts=1 and device=gpu'")
-
     add("list", "all runs and their state")
     show = add("show", "everything about one run", roots=False)
     show.add_argument("run", type=Path, metavar="RUN", help="its folder, its name, or the start of its name")
     show.add_argument("roots", nargs="*", type=Path, default=[RESULTS], metavar="ROOT", help="folders to search")
     add_group_by(add("table", "the main measurements of each group of repeats"))
-    scaling = add("scaling", "whether each added host makes training faster, and by how much")
-    add_baseline(scaling)
-    scaling.add_argument("--count", choices=("hosts", "ranks"), help="what to count (default: whichever varies)")
-    add_baseline(add("energy", "joules, energy-delay product, samples per joule"))
+    add("scaling", "whether each added host makes training faster, and by how much")
+    add("energy", "joules, energy-delay product, samples per joule")
     accuracy = add("accuracy", "accuracies, and the time to a target")
     add_target(accuracy, "score of an epoch")
     add_group_by(accuracy)
@@ -90,7 +85,6 @@ def parser() -> Parser:
         add_target(one, "target of the strategies")
         if one is plot:
             add_roots(one)
-            one.add_argument("--count", choices=("hosts", "ranks"), default="hosts", help="default: hosts")
         one.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
     return top
 

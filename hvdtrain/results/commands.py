@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.results import RESULTS, TARGET, figures, groups, scores, text
-from hvdtrain.results.comparability import Baseline
 from hvdtrain.results.export import export
 from hvdtrain.results.read import folders, frame
 from hvdtrain.results.read.folders import Problem
@@ -41,14 +40,6 @@ def read(roots: Sequence[Path], where: str | None) -> Loaded:
     return loaded
 
 
-def select_baseline(test: str | None, loaded: Loaded) -> Baseline | None:
-    """The groups of --baseline. Raises Failure (2)."""
-    if test is None:
-        return None
-    where = Where(test, groups.fact_kinds(groups.setting_names(loaded.runs)), option="--baseline")
-    return Baseline(lambda group: where.test(dict.fromkeys(where.names) | group.facts), frozenset(where.names))
-
-
 def group_columns(listed: str | None, loaded: Loaded) -> list[str] | None:
     """The names of --group-by. Raises Failure (2)."""
     if listed is None:
@@ -71,9 +62,9 @@ def tables(options: argparse.Namespace, loaded: Loaded) -> list[Table]:
         case "list":
             return [overview.listing(loaded)]
         case "scaling":
-            return [scaling.table(loaded, options.count, select_baseline(options.baseline, loaded))]
+            return [scaling.table(loaded)]
         case "energy":
-            return energy.tables(loaded, select_baseline(options.baseline, loaded))
+            return energy.tables(loaded)
         case "strategies":
             return [strategies.table(loaded, options.target[1], options.best)]
     by = group_columns(options.group_by, loaded)
@@ -139,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
         scores.check_target(loaded.runs, value)
     match options.command:
         case "plot":
-            figures.save(figures.draw(options.kind, loaded, options.count), options.output)
+            figures.save(figures.draw(options.kind, loaded), options.output)
         case "report":
             from hvdtrain.results.report import document  # loads Jinja2 and matplotlib
 

@@ -7,8 +7,7 @@ rank (weak scaling). If only one side recorded a value, the sides are assumed eq
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from hvdtrain.results.columns import label
@@ -29,16 +28,8 @@ DEVICES = tuple(name for name in SAME if name not in ("device", *SOFTWARE))
 framework may have another version"""
 MUST: dict[Count, tuple[str, ...]] = {"hosts": PER_HOST, "ranks": SAME}
 BATCH: dict[Kind, str] = {"strong": "global_batch", "weak": "rank_batch"}
-"""The batch that is equal in each kind of comparison. `other`: the user's baseline names its batch, or none is known"""
+"""The batch that is equal in each kind of comparison. `other`: no batch is known"""
 NOTHING = "Nothing to compare with"
-
-
-@dataclasses.dataclass(frozen=True)
-class Baseline:
-    """The baselines that a user selects: groups that pass the test. They may differ in the columns that it names."""
-
-    test: Callable[[Group], bool]
-    names: frozenset[str]
 
 
 def differing(a: Group, b: Group, names: Iterable[str]) -> list[str]:
@@ -91,7 +82,8 @@ def classes(groups: Sequence[Group], names: Sequence[str]) -> list[list[Group]]:
 
 def count_of(group: Group, count: Count) -> float:
     """Hosts or ranks; 0 if unknown."""
-    return float(group.facts[count] or 0)
+    hosts = group.key["hosts"] or 0
+    return float(hosts if count == "hosts" else round(hosts * (group.key["ranks_per_host"] or 0)))
 
 
 def many(n: float, count: Count) -> str:
@@ -104,13 +96,8 @@ def same_rate(group: Group, other: Group) -> bool:
     return other.key["hosts"] == 1 or other.key["rate_mbit"] == group.key["rate_mbit"]
 
 
-def why_alone(group: Group, groups: Sequence[Group], count: Count = "hosts", baseline: Baseline | None = None) -> str:
-    """Why the group is compared with none of `groups`, or with none of the user's baselines among them."""
-    if baseline:
-        nearest = min((one for one in groups if baseline.test(one)), key=lambda one: _distance(group, one, count))
-        names = [name for name in _all_obstacles(group, nearest, count) if name not in baseline.names]
-        why = f"differs in {describe(nearest, group, names)}" if names else "has no other run like it"
-        return f"{NOTHING}: the baseline ({name_of(nearest)}) {why}."
+def why_alone(group: Group, groups: Sequence[Group], count: Count) -> str:
+    """Why the group is compared with none of `groups`."""
     timed = [one for one in groups if one.values("train_s")]
     others = [one for one in timed if count_of(one, count) not in (0, count_of(group, count))]
     if not others:

@@ -49,13 +49,6 @@ class Group:
         """Settings without a column; empty if `settings` is not part of the key."""
         return settings(self.key.get("settings"))
 
-    @functools.cached_property
-    def facts(self) -> dict[str, Any]:
-        """The values that an expression can test: key, settings and ranks."""
-        hosts, per_host = self.key.get("hosts"), self.key.get("ranks_per_host")
-        ranks = None if hosts is None or per_host is None else round(hosts * per_host)
-        return self.settings | self.key | {"ranks": ranks}
-
     def value(self, name: str) -> Any:
         """The value of a column of the key, or of a setting."""
         return self.key[name] if name in self.key else self.settings.get(name)
@@ -131,12 +124,6 @@ def kinds(runs: pd.DataFrame) -> dict[str, str]:
     columns = {name: column.kind for name, column in all_columns(runs).items()}
     known = {name: kind for name, kind in columns.items() if kind != "object" and name != "settings"}
     return dict.fromkeys(setting_names(runs), "any") | known
-
-
-def fact_kinds(names: Sequence[str] = ()) -> dict[str, str]:
-    """Names that an expression may use for a group. `names` are settings."""
-    known = {name: RUNS[name].kind for name in (*GROUP, "ranks") if name != "settings"}
-    return dict.fromkeys(names, "any") | known
 
 
 def varying(groups: Sequence[Group]) -> list[str]:

@@ -20,7 +20,6 @@ from typing import Any, get_args
 from hvdtrain.results.comparability import (
     BATCH,
     MUST,
-    Baseline,
     Count,
     Kind,
     batch_kinds,
@@ -30,8 +29,6 @@ from hvdtrain.results.comparability import (
 )
 from hvdtrain.results.groups import Group
 from hvdtrain.results.statistics import Interval, Statistic, ratio
-from hvdtrain.system import exits
-from hvdtrain.system.exits import Failure
 
 PREFERRED = ("strategy", "ranks_per_host", "settings", "backend", "launcher")
 """What a group and its baseline should have in common, most important first"""
@@ -68,18 +65,12 @@ def what_varies(groups: Sequence[Group]) -> Count:
     return "ranks" if same_hosts and len({group.key["ranks_per_host"] for group in groups}) > 1 else "hosts"
 
 
-def rows(groups: Sequence[Group], count: Count = "hosts", baseline: Baseline | None = None) -> list[Row]:
-    """All groups as curves, each in ascending order from its baseline. A group without a baseline is its own curve.
-
-    Raises Failure (2) if the user's `baseline` selects no group.
-    """
-    pool = [group for group in groups if baseline is None or baseline.test(group)]
-    if not pool and groups:
-        raise Failure("--baseline selects no group; hint: see `hvdtrain results table`", exits.USAGE)
+def rows(groups: Sequence[Group], count: Count = "hosts") -> list[Row]:
+    """All groups as curves, each in ascending order from its baseline. A group without a baseline is its own curve."""
     curves: dict[tuple[Any, ...], list[Row]] = {}
     compared: set[int] = set()
     for group in groups:
-        for kind, base in _baselines(group, pool, count, baseline).items():
+        for kind, base in _baselines(group, groups, count).items():
             members = curves.setdefault(_curve(group, base, kind, count), [])
             if not members:
                 members.append(_row(base, base, kind, count))
@@ -109,18 +100,14 @@ def _curve(group: Group, baseline: Group, kind: Kind, count: Count) -> tuple[Any
     return (id(baseline), kind, group.key[batch] if batch else None, rest)
 
 
-def _baselines(group: Group, pool: Sequence[Group], count: Count, baseline: Baseline | None) -> dict[Kind, Group]:
+def _baselines(group: Group, groups: Sequence[Group], count: Count) -> dict[Kind, Group]:
     """The baseline for each kind of comparison that the runs allow; empty for a baseline."""
-    if baseline and group in pool:
-        return {}
-    freed = baseline.names if baseline else frozenset()
-    names = [name for name in MUST[count] if name not in freed]
     candidates = [
         other
-        for other in pool
-        if (baseline or count_of(other, count) < count_of(group, count))
-        and ("rate_mbit" in freed or same_rate(group, other))
-        and not differing(group, other, names)
+        for other in groups
+        if count_of(other, count) < count_of(group, count)
+        and same_rate(group, other)
+        and not differing(group, other, MUST[count])
         and other.values("train_s")  # not only energy runs
     ]
     allowed = [batch_kinds(group, other) for other in candidates]
@@ -129,8 +116,6 @@ def _baselines(group: Group, pool: Sequence[Group], count: Count, baseline: Base
         equal = [other for other, kinds in zip(candidates, allowed, strict=True) if kind in kinds]
         if equal:
             best[kind] = _best_match(group, equal, count)
-    if candidates and not best and freed & set(BATCH.values()):
-        best["other"] = _best_match(group, candidates, count)
     return best
 
 

@@ -7,7 +7,7 @@ file, to the byte.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -27,17 +27,14 @@ KINDS = {
 }
 
 
-def draw(kind: str, loaded: Loaded, count: Literal["hosts", "ranks"] = "hosts") -> Figure:
-    """The figure `kind`. `count` is the horizontal axis of `time`.
-
-    Raises Failure (2) for an unknown name, Failure (65) if data are missing.
-    """
+def draw(kind: str, loaded: Loaded) -> Figure:
+    """The figure `kind`. Raises Failure (2) for an unknown name, Failure (65) if data are missing."""
     if kind not in KINDS:
         raise Failure(f"figure {kind!r} does not exist; known: {', '.join(KINDS)}", exits.USAGE)
     from hvdtrain.results.figures import panels, style
 
     with style.settings():
-        figure: Figure = getattr(panels, KINDS[kind][1])(loaded, count)
+        figure: Figure = getattr(panels, KINDS[kind][1])(loaded)
     return figure
 
 

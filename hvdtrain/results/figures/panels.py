@@ -82,8 +82,9 @@ def curves(loaded: Loaded, count: Count, missing: str) -> dict[str, list[list[Ro
     return _by_title(drawable, (points[-1].group for points in drawable), curve_settings(drawable, count))
 
 
-def time(loaded: Loaded, count: Count) -> Figure:
-    """Seconds of the training phase over hosts, a curve for each rate. Raises Failure (65) without times."""
+def time(loaded: Loaded) -> Figure:
+    """Seconds of the training phase over hosts, or ranks, a curve for each rate. Raises Failure (65) without times."""
+    count = scaling.what_varies(groups.by(groups.usable(loaded.runs)))
     drawn = curves(loaded, count, "no times: needs complete timing runs that are not marked")
     points = [row for panel in drawn.values() for rows in panel for row in rows]
     counts, means = sorted({int(row.count) for row in points}), [row.train_s.mean for row in points if row.train_s]
@@ -100,8 +101,6 @@ def time(loaded: Loaded, count: Count) -> Figure:
                 axis.plot(row.count, one.mean, color=look["color"], **looks.marker(row.group.key["hosts"]))
         axis.set(xlabel=count, xticks=counts, xlim=(counts[0] - 0.25, counts[-1] + 0.25))
         style.title(axis, title)
-    if count == "ranks":
-        looks.legend(axes[0], (row.group.key["hosts"] for row in points))
     for axis in axes:
         if max(means) > style.WIDE * min(means) > 0:
             style.log_scale(axis, "y")
@@ -129,7 +128,7 @@ def split(loaded: Loaded, column: str, missing: str) -> dict[str, list[Group]]:
     return _by_title(experiments, experiments, settings_of(experiments, ["global_batch"] if weak else []))
 
 
-def accuracy(loaded: Loaded, _: Count) -> Figure:
+def accuracy(loaded: Loaded) -> Figure:
     """The primary metric of validation over time; curves are means over the repeats, bands their spread.
 
     Raises Failure (65) if no run has validated.

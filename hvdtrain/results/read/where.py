@@ -1,4 +1,4 @@
-"""The expressions of `--where` and `--baseline`: `rate_mbit=10 and (hosts>1 or strategy=native)`.
+"""The expressions of `--where`: `rate_mbit=10 and (hosts>1 or strategy=native)`.
 
 Comparisons are NAME OPERATOR VALUE, joined by and, or, not and brackets. A name is a column of the runs or a setting of
 their configs. A value is a number, true, false, null, or text, which needs quotes if it contains blanks, brackets or
@@ -40,12 +40,12 @@ Test = Callable[[Mapping[str, Any]], bool]
 class Where:
     """A parsed expression. Raises Failure (2) with the position of an error and the known columns."""
 
-    def __init__(self, text: str, kinds: Mapping[str, str], option: str = "--where") -> None:
+    def __init__(self, text: str, kinds: Mapping[str, str]) -> None:
         """`kinds`: column -> number, text, flag or any (a setting)."""
-        self._text, self._kinds, self._option = text, kinds, option
+        self._text, self._kinds = text, kinds
         self._place = self._depth = 0
         if len(text) > LONGEST:
-            raise Failure(f"{option}: longer than {LONGEST} characters", exits.USAGE)
+            raise Failure(f"--where: longer than {LONGEST} characters", exits.USAGE)
         self.names: set[str] = set()
         """The columns that it tests"""
         self.test = self._or()
@@ -124,7 +124,7 @@ class Where:
     def _error(self, what: str, place: int) -> Failure:
         shown = "".join(c if c.isprintable() else " " for c in self._text)
         known = ", ".join(sorted(self._kinds))
-        return Failure(f"{self._option}, column {place + 1}: {what}, in `{shown}`; known columns: {known}", exits.USAGE)
+        return Failure(f"--where, column {place + 1}: {what}, in `{shown}`; known columns: {known}", exits.USAGE)
 
 
 def _comparison(name: str, sign: str, value: Any) -> Test:

@@ -105,7 +105,7 @@ def _figures(loaded: Loaded, count: Count) -> tuple[list[dict[str, Any]], list[t
     for kind, words in CAPTIONS.items():
         heading, caption = (each.replace("hosts", count) if kind == "time" else each for each in words)
         try:
-            svg = _inline_svg(style.encode(figures.draw(kind, loaded, count), "svg", letters="none").decode(), kind)
+            svg = _inline_svg(style.encode(figures.draw(kind, loaded), "svg", letters="none").decode(), kind)
         except Failure as failure:
             missing.append((heading, str(failure)))
             continue

@@ -14,7 +14,7 @@ from typing import Any
 
 from hvdtrain.results import groups
 from hvdtrain.results.columns import RUNS, Column, label
-from hvdtrain.results.comparability import DEVICES, Baseline, describe, obstacles
+from hvdtrain.results.comparability import DEVICES, describe, obstacles
 from hvdtrain.results.groups import Group
 from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.statistics import Interval, Statistic, product, ratio, summary
@@ -29,8 +29,6 @@ from hvdtrain.results.tables.columns import (
     varying,
 )
 from hvdtrain.results.tables.model import Table
-from hvdtrain.system import exits
-from hvdtrain.system.exits import Failure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,50 +73,35 @@ def energies(loaded: Loaded) -> list[Energy]:
     return [of(group) for group in ordered(groups.by(groups.usable(loaded.runs))) if group.values("energy_j")]
 
 
-def choose_baseline(measured: Sequence[Energy], baseline: Baseline | None) -> Energy:
-    """The group that the user selects; by default the one with the fewest ranks, preferably on a GPU.
-
-    Raises Failure (2) if the user selects no group, or several.
-    """
-    if baseline is None:
-        return min(measured, key=_size)
-    fitting = [each for each in measured if baseline.test(each.group)]
-    if len(fitting) != 1:
-        names = ", ".join(groups.varying([each.group for each in fitting]))
-        what = f"{len(fitting)} groups, which differ in {names}" if fitting else "no group with energy"
-        raise Failure(f"--baseline selects {what}; hint: select one", exits.USAGE)
-    return fitting[0]
-
-
 def _size(each: Energy) -> tuple[bool, float, bool]:
+    """The least is the baseline: the fewest ranks, preferably on a GPU."""
     key = each.group.key
     return key["device"] != "gpu", (key["hosts"] or 0) * (key["ranks_per_host"] or 0), key["backend"] != "none"
 
 
-def tables(loaded: Loaded, baseline: Baseline | None = None) -> list[Table]:
-    """A row for each group, and a second table by device. Raises Failure (2) for a bad baseline."""
+def tables(loaded: Loaded) -> list[Table]:
+    """A row for each group, and a second table by device."""
     measured = energies(loaded)
     notes = [*_absent(loaded), *left_out(loaded.runs, timing=False)]
     if not measured:
         note = "no complete run has its energy measured; hint: train with --monitor power on a machine with sensors"
         return [Table("energy", "Energy", [], [], [note, *notes])]
-    base = choose_baseline(measured, baseline)
+    base = min(measured, key=_size)
     experiments = [each.group for each in measured]
     shown = varying(experiments)
     settings = key_columns(experiments, shown)
     keys = [one.key for one in settings]
     unit, scale = _unit([each.figures["energy_j"].mean for each in measured])
-    freed = baseline.names if baseline else frozenset()
     rows = []
     refused = []
     for each in measured:
-        names = [name for name in obstacles(each.group, base.group, DEVICES) if name not in freed]
+        names = obstacles(each.group, base.group, DEVICES)
         edp = {name: None if names else _relative(each, base, f"{name}_js") for name in ("edp_used", "edp")}
         rows.append(key_cells(each.group, keys) | each.figures | edp)
         if names:
             refused.append(
                 f"no EDP of {_words(each.group, shown)}: it differs from the baseline in "
-                f"{describe(each.group, base.group, names)}; hint: select another with --baseline"
+                f"{describe(each.group, base.group, names)}; hint: select runs with --where"
             )
     columns = [
         N,

@@ -13,7 +13,6 @@ from hvdtrain.results.comparability import (
     MUST,
     NOTHING,
     WORK,
-    Baseline,
     Count,
     classes,
     count_of,
@@ -56,11 +55,11 @@ NOTES = (
 )
 
 
-def table(loaded: Loaded, count: Count | None = None, baseline: Baseline | None = None) -> Table:
-    """A section for each curve in ascending order from its baseline, with its conclusion. Raises Failure (2)."""
+def table(loaded: Loaded) -> Table:
+    """A section for each curve in ascending order from its baseline, with its conclusion."""
     experiments = groups.by(groups.usable(loaded.runs))
-    count = count or scaling.what_varies(experiments)
-    rows = scaling.rows(experiments, count, baseline)
+    count = scaling.what_varies(experiments)
+    rows = scaling.rows(experiments, count)
     curves = [list(curve) for _, curve in itertools.groupby(rows, key=lambda row: row.curve)]
     alone = [curve[0] for curve in curves if len(curve) == 1]
     curves = [curve for curve in curves if len(curve) > 1]
@@ -84,7 +83,7 @@ def table(loaded: Loaded, count: Count | None = None, baseline: Baseline | None 
     if alone:
         for row, words in zip(alone, settings[len(curves) :], strict=True):
             made.rows.append(_cells(row, NOT_COMPARED) | {"group": _words(row.group, words)})
-        made.readings[NOT_COMPARED] = _missing([row.group for row in alone], experiments, count, baseline)
+        made.readings[NOT_COMPARED] = _missing([row.group for row in alone], experiments, count)
     made.notes = [SPREAD_NOTE, *NOTES]
     if any(row.speedup is None and row.train_s and row.group is not row.baseline for row in rows):
         made.notes.append("no speed-up for runs that --target ended after different numbers of epochs: see strategies")
@@ -93,7 +92,7 @@ def table(loaded: Loaded, count: Count | None = None, baseline: Baseline | None 
         made.notes.append(f"warning: some runs did not record {which}, which is assumed equal to the baseline's")
     made.notes += [*processors(experiments), *left_out(loaded.runs)]
     if alone and count == "hosts" and len({group.key["ranks_per_host"] for group in experiments}) > 1:
-        made.notes.append("use --count ranks to compare runs with different ranks on the same hosts")
+        made.notes.append("`--where hosts=1` compares runs with different ranks on one host")
     return made
 
 
@@ -172,17 +171,15 @@ def _baseline(base: Group, curve: Sequence[Row], count: Count) -> str:
 # --- conclusions ------------------------------------------------------------------------------------------------------
 
 
-def _missing(alone: Sequence[Group], experiments: Sequence[Group], count: Count, baseline: Baseline | None) -> str:
+def _missing(alone: Sequence[Group], experiments: Sequence[Group], count: Count) -> str:
     """Why the largest set of similar groups is compared with none, and the command whose run it lacks."""
     timed = [group for group in alone if count_of(group, count) and group.values("train_s")]
     if not timed:
         return f"{NOTHING}: these runs have no times."
     group = max(classes(timed, MUST[count]), key=len)[0]
-    sentence = why_alone(group, experiments, count, baseline)
+    sentence = why_alone(group, experiments, count)
     if more := len(alone) - 1:
         sentence += f" {more} more group{'s are' if more > 1 else ' is'} not compared; see `hvdtrain results table`."
-    if baseline:
-        return sentence
     folder, per_host = group.column("run_dir")[0], group.key["ranks_per_host"] or 1
     hosts = [*frame.manifest(folder).hosts, "OTHER"][: 2 if count_of(group, count) == 1 and count == "hosts" else 1]
     slots = per_host if count == "hosts" else 2 if count_of(group, count) == 1 else 1
@@ -198,10 +195,7 @@ def reading(curve: Sequence[Row], count: Count) -> str:
     if len(timed) < 2 or timed[0] is not curve[0]:
         return f"Only one number of {count} was timed, so scaling is unknown."
     steps = [_change(before, after) for before, after in itertools.pairwise(timed)]
-    last = timed[-1]
-    grown = [row for row in timed[1:] if row.count > timed[0].count]
-    if not grown:
-        return f"The number of {count} is equal; the speed-up compares other settings."
+    grown, last = timed[1:], timed[-1]
     against = {_change(timed[0], row) for row in grown}
     worse = [row for row in grown if _learns_less(row, timed[0])]
     pairs = [*itertools.pairwise(timed), *((timed[0], row) for row in grown)]

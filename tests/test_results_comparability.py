@@ -54,7 +54,7 @@ def test_unlike_runs_give_no_ratio_anywhere(name: str, tmp_path: Path) -> None:
     assert {row["speedup"] for row in strategies["rows"] if row["hosts"] == 2} == {None}
     what = "batch" if name == "batch" else label  # the global batch
     assert any(what in text for text in strategies["readings"].values())
-    energy, _ = runs.results("energy", root)["tables"]
+    energy = runs.results("energy", root)
     refused = [row for row in energy["rows"] if row["edp"] is None]
     assert bool(refused) == (name != "device"), "energy compares devices"
     assert any(note.startswith("no EDP of") and label in note for note in energy["notes"]) == (name != "device")

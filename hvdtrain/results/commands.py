@@ -64,7 +64,7 @@ def tables(options: argparse.Namespace, loaded: Loaded) -> list[Table]:
         case "scaling":
             return [scaling.table(loaded)]
         case "energy":
-            return energy.tables(loaded)
+            return [energy.table(loaded)]
         case "strategies":
             return [strategies.table(loaded, options.target[1], options.best)]
     by = group_columns(options.group_by, loaded)

@@ -23,12 +23,12 @@ PUBLISHED = {
 
 
 def main() -> None:
-    table = json.load(sys.stdin)["tables"][0]
+    rows = json.load(sys.stdin)["rows"]
     print(f"{'environment':20}{'energy (MJ)':>20}{'EDP':>16}{'EDP with idle':>20}   (here / published)")
     for name, ((device, ranks, distributed), published) in PUBLISHED.items():
         fitting = [
             row
-            for row in table["rows"]
+            for row in rows
             if (row.get("device") or device, row.get("ranks_per_host") or 1, row["hosts"]) == (device, ranks, 1)
             and distributed in (None, row.get("backend", "none") != "none")
         ]

@@ -55,7 +55,7 @@ def tables(loaded: Loaded, target: float = 0.95) -> list[Table]:
     race = strategies.table(loaded, target)
     raced = any(row["train_to_target_s"] is not None and row["hosts"] != 1 for row in race.rows)
     made = [*([race] if raced else []), scaling.table(loaded), overview.overview(loaded)]
-    return [*made, accuracy.table(loaded, target), *energy.tables(loaded), overview.phases(loaded)]
+    return [*made, accuracy.table(loaded, target), energy.table(loaded), overview.phases(loaded)]
 
 
 def page(loaded: Loaded, target: float = 0.95) -> str:

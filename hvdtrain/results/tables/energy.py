@@ -79,13 +79,13 @@ def _size(each: Energy) -> tuple[bool, float, bool]:
     return key["device"] != "gpu", (key["hosts"] or 0) * (key["ranks_per_host"] or 0), key["backend"] != "none"
 
 
-def tables(loaded: Loaded) -> list[Table]:
-    """A row for each group, and a second table by device."""
+def table(loaded: Loaded) -> Table:
+    """A row for each group whose energy was measured."""
     measured = energies(loaded)
     notes = [*_absent(loaded), *left_out(loaded.runs, timing=False)]
     if not measured:
         note = "no complete run has its energy measured; hint: train with --monitor power on a machine with sensors"
-        return [Table("energy", "Energy", [], [], [note, *notes])]
+        return Table("energy", "Energy", [], [], [note, *notes])
     base = min(measured, key=_size)
     experiments = [each.group for each in measured]
     shown = varying(experiments)
@@ -123,7 +123,7 @@ def tables(loaded: Loaded) -> list[Table]:
         *processors(experiments),
         *notes,
     ]
-    return [Table("energy", "Energy and energy-delay product", columns, rows, notes), _by_device(measured, settings)]
+    return Table("energy", "Energy and energy-delay product", columns, rows, notes)
 
 
 def _relative(each: Energy, base: Energy, name: str) -> Interval | None:
@@ -158,18 +158,3 @@ def _absent(loaded: Loaded) -> list[str]:
 def _resumed(measured: Sequence[Energy]) -> list[str]:
     count = sum(sum(map(bool, each.group.column("resumed"))) for each in measured)
     return [f"{count} runs were resumed: their energy includes repeated steps, their times do not"] if count else []
-
-
-def _by_device(measured: Sequence[Energy], settings: Sequence[Column]) -> Table:
-    keys, rows = [one.key for one in settings], []
-    for each in measured:
-        runs = [devices for devices in each.group.column("energy_by_device") if devices]
-        idle = {name for text in each.group.values("idle_devices") for name in text.split(",")}
-        for device in dict.fromkeys(name for devices in runs for name in devices):
-            joules = summary(devices[device] for devices in runs if device in devices)
-            about = {"host_device": device, "use": "idle" if device in idle else "used", "energy_j": joules}
-            rows.append(key_cells(each.group, keys) | about | {"n": joules.n if joules else 0})
-    unit, scale = _unit([row["energy_j"].mean for row in rows])
-    columns = [Column("host_device", "host:device"), Column("use", "use"), N]
-    columns += [Column("energy_j", "energy", unit, scale, of=Statistic), *settings]
-    return Table("energy_by_device", "Energy by device", columns, rows)

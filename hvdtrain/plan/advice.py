@@ -46,15 +46,12 @@ def after_run(config: TrainConfig, folder: Path) -> str | None:
     if not better:
         return None
     best = prediction.best(by_preset or better)
-    assert best.interval_s and best.steps_factor
+    assert best.interval_s
     name = presets.named(best.strategy, config.optimizer)
     least, speedup, most = (run.step_s / each for each in (best.interval_s[1], best.step_s, best.interval_s[0]))
-    fewest, steps = best.steps_factor
-    loss = f", {best.loss_points:g} points less accuracy at the end" if best.loss_points else ""
-    learns = "" if steps == 1 else f"; recorded: {fewest:g} to {steps:g} times as many steps to an accuracy{loss}"
     return (
         f"{waited}--strategy {name}, {speedup:.2g} times as fast by prediction (90 % interval {least:.2g} to "
-        f"{most:.2g}{learns}; docs/guides/choose-a-strategy.md)"
+        f"{most:.2g}{best.learns}; docs/guides/choose-a-strategy.md)"
     )
 
 

@@ -148,4 +148,4 @@ def _best(predictions: Sequence[Prediction]) -> Chosen:
         rest = f"; {best(others).strategy} {best(others).step_s:.3g} s" if others else ""
         return Chosen(plain.strategy, f"{plain.step_s:.3g} s per step predicted{rest}; {plain.bottleneck} decides")
     compared = f"; exact sums {plain.step_s:.3g} s, limited by {plain.bottleneck}" if plain else ""
-    return Chosen(top.strategy, f"{top.step_s:.3g} s per step predicted{compared}")
+    return Chosen(top.strategy, f"{top.step_s:.3g} s per step predicted{compared}{top.learns}")

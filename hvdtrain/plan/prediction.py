@@ -100,6 +100,13 @@ class Prediction:
         """Seconds per step, weighted by the mean of the recorded numbers of steps, if there is a record."""
         return self.step_s * (sum(self.steps_factor) / 2 if self.steps_factor else 1.0)
 
+    @property
+    def learns(self) -> str:
+        """What was recorded of its steps and its accuracy, for people; empty for exact sums."""
+        fewest, most = self.steps_factor or (1.0, 1.0)
+        loss = f", {self.loss_points:g} points less accuracy at the end" if self.loss_points else ""
+        return "" if most == 1 else f"; recorded: {fewest:g} to {most:g} times as many steps to a target{loss}"
+
     def as_json(self, one: Prediction) -> dict[str, Any]:
         more = {
             "speedup": self.speedup(one),

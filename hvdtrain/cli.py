@@ -183,7 +183,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation | Launcher]] = {
     ("launch", "mpirun"): ("start ranks with Open MPI's mpirun", Launcher("mpirun")),
     ("launch", "horovodrun"): ("start ranks with Horovod's horovodrun", Launcher("horovodrun")),
     ("launch", "torchrun"): ("start the ranks of a DDP script on all hosts", Part("torchrun.command")),
-    ("hosts", "prepare"): ("copy this environment and a folder to the other hosts", Part("launch.prepare")),
+    ("hosts", "prepare"): ("copy this environment and this folder to the other hosts", Part("launch.prepare")),
     ("slurm",): ("submit a job to Slurm that requeues itself and resumes", Part("launch.slurm")),
     ("build-horovod",): ("build and install Horovod for the installed frameworks", Part("launch.build_horovod")),
     ("data", "list"): ("list known data sets: size, licence, source", Part("data.listed")),

@@ -265,7 +265,7 @@ PATHS: dict[str, list[str]] = {
     ],
     "launch mpirun": ["--dry-run --hostfile @ true"],
     "launch horovodrun": ["--dry-run --hostfile @ true"],
-    "hosts prepare": ["--dry-run --hostfile @", "--dry-run -H localhost --folder @"],
+    "hosts prepare": ["--dry-run --hostfile @"],
 }
 PATHS_ELSEWHERE = {("predict", "--weights"), ("predict", "--out"), ("doctor", "--run-dir"), ("sweep", "--root")}
 PATHS_ELSEWHERE |= {("launch mpirun", "--logs"), ("launch horovodrun", "--logs"), ("train resnet", "--run-dir")}

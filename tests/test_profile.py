@@ -47,8 +47,7 @@ def observed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     pytest.importorskip(framework)
     run = tmp_path_factory.mktemp("runs") / framework
     flags = [*SMALL, "--framework", framework, "--epochs", "1", "--run-dir", str(run), "--json"]
-    flags += ["--monitor", "power,resources"]
-    words = ["-m", "hvdtrain.resnet", *flags, "--profile", "5:7", "--tensorboard"]
+    words = ["-m", "hvdtrain.resnet", *flags, "--monitor", "power,resources", "--profile", "5:7", "--tensorboard"]
     done = launch(2, words, LAUNCHERS[framework], {"HOROVOD_TIMELINE": str(run.with_suffix(".json"))})
     assert done.returncode == 0, done.stderr[-3000:]
     assert "profile of steps 5-7: " in done.stderr

@@ -73,8 +73,7 @@ def test_a_grid_is_the_product_of_its_lists_and_zipped_keys_vary_together(
 
 def test_a_single_host_runs_once_for_all_rates_and_several_hosts_run_at_each_rate(tmp_path: Path) -> None:
     sweep = read(tmp_path, CLUSTER + '[[grid]]\nhosts = [1, 2, 4]\nrate = ["10mbit", "1gbit"]\nseed = [1, 2]\n')
-    experiments = grid.experiments(sweep)
-    counts = Counter((one.hosts, one.rate) for one in experiments)
+    counts = Counter((one.hosts, one.rate) for one in grid.experiments(sweep))
     assert counts == {(1, None): 2, **{(hosts, rate): 2 for hosts in (2, 4) for rate in ("10mbit", "1gbit")}}
 
 
@@ -104,8 +103,8 @@ def test_changed_contents_of_a_config_file_make_another_experiment(tmp_path: Pat
 def test_keys_of_the_sweep_override_a_config_file(tmp_path: Path) -> None:
     (tmp_path / "preset.toml").write_text("lr = 0.1\n")
     text = f"[defaults]\nlr = 0.3\n[[grid]]\nseed = 1\nconfig = '{tmp_path / 'preset.toml'}'\n"
-    flags = grid.experiments(read(tmp_path, text))[0].flags
-    assert list(flags) == ["config", "lr", "seed"], "flags after --config override the file"
+    flags = [*grid.experiments(read(tmp_path, text))[0].flags]
+    assert flags == ["config", "lr", "seed"], "flags after --config override the file"
 
 
 # --- order -----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from hvdtrain.system.arguments import Parser
 from hvdtrain.system.commands import CHECKOUT
 from hvdtrain.system.exits import Failure
 
-PURPOSE = """Copy this environment (.venv) and a folder to the other hosts, to the same paths.
+PURPOSE = """Copy this environment (.venv) and the current folder to the other hosts, to the same paths.
 
 Run it on the host that starts the jobs, with the environment active. It needs ssh to each host without a password, and
 there the same system and the same Python, to which the environment refers. Of the folder it leaves out what git
@@ -34,7 +34,7 @@ examples:
   hvdtrain hosts prepare -H a:1,b:1 --dry-run      # what each host lacks, and how much would be copied
   hvdtrain hosts prepare -H a:1,b:1
   hvdtrain hosts prepare -H a:1,b:1 --install      # where a copy would not run, make the environment there
-  hvdtrain hosts prepare --hostfile hosts.txt --folder ~/project
+  cd ~/project && hvdtrain hosts prepare --hostfile hosts.txt
 """
 MOST_BYTES = 100e6
 LEFT_OUT = ("results",)
@@ -66,7 +66,6 @@ def parser() -> Parser:
     top.set_defaults(np=None)
     top.add_argument("-H", "--hosts", metavar="a:1,b:1", help="hosts, as for the launchers")
     top.add_argument("--hostfile", type=Path, metavar="FILE", help="file with one `host slots=2` per line")
-    top.add_argument("--folder", type=Path, default=Path(), metavar="DIR", help="folder of the script (default: .)")
     top.add_argument(
         "--install", action="store_true", help="run tools/setup.sh on hosts where this one's would not run"
     )
@@ -219,8 +218,7 @@ def others(names: Sequence[str]) -> list[str]:
 def main(arguments: list[str]) -> int:
     """Run the command. Returns 1 if the environment would not run on some host. Raises Failure as `copy` does."""
     options: argparse.Namespace = parser().parse_args(arguments)
-    if not (folder := options.folder.absolute()).is_dir():
-        raise Failure(f"{folder}: no such folder; hint: name the script's with --folder", exits.USAGE)
+    folder = Path.cwd()
     found, _ = find_hosts(options, os.environ)
     names = others([slot.host for slot in found])
     if not names:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import runs
-from conftest import ROOT, finished, installed
+from conftest import ROOT, failing, finished, installed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -246,21 +246,13 @@ def test_flags_are_switches_or_take_a_value_as_in_the_workload() -> None:
 
 def test_an_experiment_is_judged_by_the_links_of_its_own_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Links are measured once for all runs at a rate, and once more if one (from c) is off."""
-    measured = [
-        {
-            "host": host,
-            "links": [
-                {
-                    "link": f"here -> {peer}",
-                    "off_percent": off,
-                    "ok": off > -5,
-                    "goodput_mbit": 9 + off / 10,
-                    "expected_mbit": 9.36,
-                }
-            ],
-        }
-        for host, peer, off in [("a", "b", 1.0), ("b", "c", -2.0), ("c", "there", -25.0), ("there", "a", -0.5)]
-    ]
+
+    def link(peer: str, off: float) -> dict[str, Any]:
+        about = {"link": f"here -> {peer}", "off_percent": off, "ok": off > -5}
+        return about | {"goodput_mbit": 9 + off / 10, "expected_mbit": 9.36}
+
+    ring = [("a", "b", 1.0), ("b", "c", -2.0), ("c", "there", -25.0), ("there", "a", -0.5)]
+    measured = [{"host": host, "links": [link(peer, off)]} for host, peer, off in ring]
     (tmp_path / "measured").write_text(json.dumps({"hosts": measured}))
     (tmp_path / "times").touch()
     monkeypatch.chdir(tmp_path)
@@ -278,6 +270,10 @@ def test_an_experiment_is_judged_by_the_links_of_its_own_hosts(tmp_path: Path, m
     net.prepare(two)
     assert (tmp_path / "times").read_text() == "\n" * 4, "the rate was changed in between"
     assert net.close() == []
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(network, "succeeds", lambda *_: False)
+    with failing(77, "virtual hosts need root"):
+        net.prepare(two)
 
 
 # --- dry runs --------------------------------------------------------------------------------------------------------

@@ -46,7 +46,8 @@ class Experiment:
         parts += [f"{settings['hosts']}x{settings['ranks_per_host']}", settings.get("rate")]
         parts += [f"{short}{settings[key]}" for key, short in SHORT.items() if key in settings]
         readable = re.sub(r"[^A-Za-z0-9._-]", "_", "-".join(str(part) for part in parts if part is not None))
-        return f"{readable[:100]}-{checksum(settings)}"
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()  # in any order of keys
+        return f"{readable[:100]}-{digest[:6]}"
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -92,11 +93,6 @@ class Run:
     def name(self) -> str:
         """Name of its folder in the sweep's folder."""
         return f"{self.experiment.name}-{self.kind}-r{self.repeat}"
-
-
-def checksum(settings: dict[str, Any]) -> str:
-    """Six hexadecimal digits that do not depend on the order of the keys."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:6]
 
 
 def parse_protocol(text: str, where: str) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from hvdtrain.sweep import command
 from hvdtrain.sweep.file import Sweep
 from hvdtrain.sweep.grid import UNLIMITED, Experiment
 from hvdtrain.sweep.process import run_uninterrupted
+from hvdtrain.system import exits
+from hvdtrain.system.commands import succeeds
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.rates import show_rate
 
@@ -74,11 +77,9 @@ class Network:
     def close(self) -> list[str]:
         """Restores the links and removes the sweep's own cluster, whatever state they are in. Returns the errors."""
         errors = []
-        commands = []
-        if self._throttled and not self._spec.virtual:
-            commands.append(command.throttle(UNLIMITED, self._spec, self._name))
-        if self._running:
-            commands.append(command.down(self._name))
+        restore = self._throttled and not self._spec.virtual
+        commands = [command.throttle(UNLIMITED, self._spec, self._name)] if restore else []
+        commands += [command.down(self._name)] if self._running else []
         for words in commands:
             try:
                 run_uninterrupted(words, self._environment)
@@ -93,6 +94,9 @@ class Network:
         if self._start_error:
             raise self._start_error
         try:
+            if os.geteuid() and not succeeds(["sudo", "-n", "true"]):
+                hint = "hint: use sudo, or allow sudo without a password (NOPASSWD in sudoers)"
+                raise Failure(f"virtual hosts need root; {hint}", exits.NO_PERMISSION)
             # A killed sweep leaves its cluster behind. Only this sweep uses the name.
             run_uninterrupted(command.down(self._name), self._environment)
             run_uninterrupted(command.up(self._spec, self._name), self._environment)

@@ -72,10 +72,9 @@ class Children:
     def job(self, command: Command, log: IO[bytes]) -> int:
         """Runs a job with its output in `log`, and returns its exit code. Raises Stopped, Failure (69)."""
         with self._running(command, log) as child:
-            while True:
-                self.check()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    return child.wait(POLL_S)
+            while (code := child.poll()) is None:
+                self.sleep(POLL_S)
+            return code
 
     @contextlib.contextmanager
     def background(self, commands: Sequence[Command]) -> Iterator[None]:

@@ -45,7 +45,7 @@ class Outcome:
     flags: Command | None
     """Flags of the workload or command; None if they are unknown because the number of ranks is"""
     dry_run: Mapping[str, Any] | None
-    """That of the workload"""
+    """The workload's dry run; None for a command"""
     state: str = "waiting"
     """A key of STATES"""
     reason: str | None = None
@@ -183,7 +183,7 @@ class Executor:
                 raise Failure(f"{renamed}: {problem}: {' '.join(folder.tail(outcome.log)[-1:])}; {hint}", code)
 
     def _launch(self, outcome: Outcome, check: LinkCheck, attempt: int) -> tuple[int, str | None]:
-        """Launches the job. Returns its exit code, and what is wrong with the run or None."""
+        """Launches the job. Returns its exit code, and the problem of the run or None."""
         run, target, sweep = outcome.run, outcome.folder, self._task.sweep
         words = self._task.command_of(outcome)
         if target.exists():

@@ -172,7 +172,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Sweep:
     cluster, defaults, grids = (top.pop(key, None) for key in tables)
     if not grids:
         raise bad(path, "no grid; hint: add a table [[grid]], for example with hosts = [1, 2]")
-    # A protocol of --set replaces those of the grids too.
+    # A protocol of --set also replaces the grids' own protocols.
     forced = {key: value for key, value in forced.items() if key not in TOP or key == "protocol"}
     lines = [number for number, line in enumerate(raw.splitlines(), 1) if line.lstrip().startswith(b"[[grid]]")]
     places = [f"{path}:{number}" for number in lines] if len(lines) == len(grids) else [str(path)] * len(grids)

@@ -21,7 +21,7 @@ from hvdtrain.system.rates import parse_rate, show_rate
 
 UNLIMITED = "unlimited"
 MAX_RUNS = 10_000
-"""Per sweep. So many runs take weeks, but can still be listed at once"""
+"""Per sweep. They would take weeks, but can still be listed at once"""
 KINDS = {"T": "timing", "E": "energy"}
 NOT_FLAGS = {*SETTINGS, "on", "cluster", "label", "config_sha256"}
 """Settings that are not flags of the workload or command"""
@@ -149,7 +149,7 @@ def complete(sweep: Sweep, grid: Grid, combination: dict[str, Any], gpus: int | 
 
 
 def _cluster_settings(cluster: ClusterSpec, hosts: int) -> dict[str, Any]:
-    """The properties of the cluster that may affect a run on so many hosts."""
+    """The properties of the cluster that may affect a run on this number of hosts."""
     keys = ("virtual", "cpu_share", "hostfile", "dev")
     settings = {key: getattr(cluster, key) for key in keys if getattr(cluster, key)}
     if cluster.virtual:

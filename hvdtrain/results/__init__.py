@@ -16,5 +16,3 @@ from pathlib import Path
 RESULTS = Path("results")
 TARGET = (None, 0.95)
 """Default of --target: the name of a score (None: the primary metric), and its value"""
-TABLES = ("csv", "json", "parquet")
-"""Values of `results export --to`"""

@@ -8,7 +8,7 @@ import math
 import sys
 from pathlib import Path
 
-from hvdtrain.results import RESULTS, TABLES, TARGET, figures, measured
+from hvdtrain.results import RESULTS, TARGET, figures, measured
 from hvdtrain.system import exits
 from hvdtrain.system.arguments import Parser
 
@@ -21,7 +21,7 @@ examples:
   hvdtrain results accuracy results/ --target 0.95
   hvdtrain results strategies results/ --target 0.95
   hvdtrain results energy results/ --where 'device=gpu'
-  hvdtrain results export results/ --to parquet -o runs.parquet
+  hvdtrain results export results/ -o runs.csv
   hvdtrain results plot time results/ -o time.svg
   hvdtrain results report results/ -o report.html
 
@@ -72,7 +72,7 @@ def parser() -> Parser:
     strategies.add_argument("--best", action="store_true", help=words)
     add_group_by(add("phases", "where the time goes"))
     export = add("export", "a table of runs with every column, for other programs", forms=False)
-    export.add_argument("--to", "--format", choices=TABLES, default="csv", dest="to", help="default: csv")
+    export.add_argument("--to", "--format", choices=("csv", "json"), default="csv", dest="to", help="default: csv")
     export.add_argument("--json", action="store_const", dest="to", const="json", help="same as --to json")
     export.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: standard output")
     files = add("measured", "files of hvdtrain measure as one table", roots=False, forms=False)

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 from conftest import PROGRAMS, document, failing, launch
 from sklearn import metrics as known
@@ -14,7 +13,6 @@ from sklearn import metrics as known
 from hvdtrain import records
 from hvdtrain.records import metrics
 from hvdtrain.records.metrics import Accuracy, Confusion, Regression
-from hvdtrain.results import scores as named
 from hvdtrain.results.__main__ import main
 from hvdtrain.results.read.frame import load
 from hvdtrain.results.tables import accuracy, overview
@@ -84,8 +82,6 @@ def test_a_declaration_of_scores_is_read_back_and_an_invalid_one_is_rejected() -
     for metric in (metrics.Accuracy(), Regression(), Confusion(("a", "b"))):
         value = json.loads(json.dumps(metric.as_json()))
         assert metrics.read(value) == (metric.primary, dict(metric.scores))
-    runs = pd.DataFrame({"scores": [json.dumps(Regression("W/m2").as_json())] * 2, "primary_metric": "mae"})
-    assert named.best(runs.assign(best_validation_mae=[0.5, 0.3])) == "MAE 0.3 W/m2"
     for wrong in ({}, {"primary": "x", "scores": {}}, {**value, "primary": "f2"}, {**value, "scores": {"f1": {}}}):
         with pytest.raises(ValueError, match=r"score|primary"):
             metrics.read(wrong)

@@ -94,12 +94,9 @@ def all_columns(runs: pd.DataFrame) -> dict[str, columns.Column]:
     known = dict(columns.RUNS)
     for name, score in of(runs).items():
         label, unit = printable(score.label), printable(score.unit)
-        known[f"test_{name}"] = columns.Column(
-            f"test_{name}", kind="number", base=unit, meaning=f"{label} of the test split"
-        )
-        known[f"best_validation_{name}"] = columns.Column(
-            f"best_validation_{name}", kind="number", base=unit, meaning=f"{label} of the best epoch's validation"
-        )
+        for part, what in (("test", "the test split"), ("best_validation", "the best epoch's validation")):
+            meaning = f"{label} of {what}"
+            known[f"{part}_{name}"] = columns.Column(f"{part}_{name}", kind="number", base=unit, meaning=meaning)
     return known
 
 
@@ -115,17 +112,6 @@ def goal(runs: pd.DataFrame, value: float) -> str:
     score, *others = (of(runs)[name] for name in primary(runs))
     shown = target(runs, value)
     return f"{shown} validation {printable(score.label)}" if score.share and not others else f"validation {shown}"
-
-
-def best(runs: pd.DataFrame) -> str | None:
-    """The best value of each primary metric on a validation split, as text; None if there is none."""
-    known, parts = of(runs), []
-    for name in primary(runs):
-        column = f"best_validation_{name}"
-        values = runs[column].dropna() if column in runs else []
-        if len(values):
-            parts.append(words(known[name], float(f"{max(values, key=known[name].merit):.3g}")))
-    return " and ".join(parts) or None
 
 
 def words(score: Score, value: float) -> str:

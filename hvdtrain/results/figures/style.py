@@ -141,19 +141,11 @@ def log_scale(axis: Any, which: str) -> None:
     axis.grid(which="minor", axis=which, linewidth=0.3)
 
 
-def count(counts: Sequence[int]) -> str:
-    """`n = 3`, `n = 2 to 3`: the number of runs behind each mean."""
-    some = [number for number in counts if number]
-    least, most = min(some), max(some)
-    return f"n = {least}" if least == most else f"n = {least} to {most}"
-
-
 def repeats(counts: Sequence[int], what: str = "bars") -> str:
     """`bars: 95 % interval of the mean, n = 3`: the meaning of the error bars."""
-    if max(counts) < 2:
-        return f"{count(counts)}: no spread"
-    several = max(counts) > 2
-    words = ["95 % interval of the mean"] if several else []
-    words += ["both values if n = 2" if several else "both values"] if 2 in counts else []
-    words += ["none if n = 1"] if 1 in counts else []
-    return f"{what}: {'; '.join(words)}, {count(counts)}"
+    least, most = min(counts), max(counts)
+    runs = f"n = {least}" if least == most else f"n = {least} to {most}"
+    if most < 2:
+        return f"{runs}: no spread"
+    words = "both values" if most == 2 else "95 % interval of the mean"
+    return f"{what}: {words}{'; both values if n = 2' if 2 in counts and most > 2 else ''}, {runs}"

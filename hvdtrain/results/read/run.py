@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from hvdtrain.results import scores
 from hvdtrain.results.columns import NOT_SETTINGS, RUNS
 from hvdtrain.results.read import energy, steps
 from hvdtrain.results.read.folders import Problem, exists
-from hvdtrain.results.read.values import mean, number, numbers, text
 from hvdtrain.system.exits import Failure, printable
 from hvdtrain.system.rates import ring_bytes
 
@@ -332,3 +331,27 @@ def _network(
     per_step = _per_step(sums)
     exchange_s = per_step["step_s" if manifest.exchange.get("overlaps_with") else "communication_s"]
     return columns | {"network_efficiency": limit_s / exchange_s if exchange_s else None}
+
+
+# --- values of records without a schema: config, plan and ranks of a manifest -----------------------------------------
+
+
+def number(value: Any) -> float | None:
+    """The value as a finite number; None if it is not one."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < 1e18 else None
+
+
+def numbers(values: Iterable[Any]) -> list[float]:
+    return [known for value in values if (known := number(value)) is not None]
+
+
+def mean(values: Iterable[Any]) -> float | None:
+    """None if there is no value, or any value is not a number."""
+    given = list(values)
+    known = numbers(given)
+    return math.fsum(known) / len(known) if known and len(known) == len(given) else None
+
+
+def text(value: Any) -> str | None:
+    return printable(value) if isinstance(value, str) else None

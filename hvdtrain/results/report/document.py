@@ -10,7 +10,7 @@ import itertools
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +173,7 @@ def _run_commands(loaded: Loaded) -> Iterator[tuple[str, str]]:
 
 
 def _environment(loaded: Loaded) -> Table:
-    """Software, hosts, devices, NICs, model and data of the complete runs, with the number of runs for each value."""
+    """Software, hosts, devices, NICs, data and model of the complete runs, with the number of runs for each value."""
     counted: Counter[tuple[str, str]] = Counter()
     for run_dir in loaded.complete["run_dir"]:
         counted.update(list(dict.fromkeys(_facts(frame.manifest(run_dir)))))
@@ -185,26 +185,16 @@ def _environment(loaded: Loaded) -> Table:
 
 
 def _facts(manifest: records.Manifest) -> Iterator[tuple[str, str]]:
-    """(name, value) of the surroundings in a manifest."""
+    """(name, value) of the surroundings in a manifest that are not in the captions of the tables."""
     yield from ((name, version) for name, version in manifest.versions.items() if version is not None)
-    yield "git commit", manifest.git_commit or "not recorded"
     yield "hosts", ", ".join(manifest.hosts) or "not recorded"
     for rank in manifest.ranks:
         yield "device of a rank", str(rank.get("device") or "not recorded")
-        yield "CPU threads per rank", str(rank.get("threads") or "not recorded")
         if rank.get("cpu"):
             share = f", of which the host may use {rank['cores']}" if rank.get("cores") else ""
             yield "processor", f"{rank['cpu']}{share}"
-    yield "backend", manifest.backend
     for link in manifest.links:
         speed = f"{link['speed_mbit']} Mbit/s negotiated" if link.get("speed_mbit") else "unknown speed"
         yield "NIC", f"{link.get('nic')} ({speed})"
-    yield "data set", _named(manifest.data, ("train", "validation", "test"))
-    yield "SHA-256 of the data set", str(manifest.data.get("fingerprint") or "not recorded")
-    yield "model", _named(manifest.model, ("parameters",))
-
-
-def _named(about: Mapping[str, Any], numbers: Sequence[str]) -> str:
-    """`digits, 1,437 train, 126 validation`."""
-    known = [f"{about[name]:,} {name}" for name in numbers if isinstance(about.get(name), int)]
-    return ", ".join([str(about.get("name")), *known])
+    yield "data set", f"{manifest.data.get('name')}, SHA-256 {manifest.data.get('fingerprint') or 'not recorded'}"
+    yield "model", str(manifest.model.get("name"))

@@ -14,11 +14,6 @@ from hvdtrain.results.statistics import Statistic, summary
 from hvdtrain.results.tables.columns import SPREAD_NOTE, N, cells, group_notes, grouped, score_columns
 from hvdtrain.results.tables.model import Table
 
-CAPTIONS_NOTE = (
-    "bleu: corpus BLEU of the test captions from the weights of the best epoch, by greedy or beam search; accuracy of "
-    "captions: share of correct words, given the correct previous words"
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Reached:
@@ -92,7 +87,6 @@ def table(loaded: Loaded, target: float = 0.95, group_by: Sequence[str] | None =
         f"target: the end of the first epoch whose validation reaches {percent}, without interpolation; time to "
         "target: seconds of training until then; end to end: with validation and checkpoints",
         "times and epochs are means over the runs that reached the target, so they flatter a group with failures",
-        *([CAPTIONS_NOTE] if "bleu4" in more else []),
         *group_notes(loaded.runs, experiments, group_by),
     ]
     return Table("accuracy", "Accuracy and time to accuracy", columns, rows, notes)

@@ -46,12 +46,10 @@ BATCHES = {
 VARIES_INSIDE = {"strong": "rank_batch", "weak": "global_batch"}
 """The batch that differs between the points of a curve, so that it cannot name the curve"""
 NOTES = (
-    "train: seconds of the training phase; speed-up: T_base / T_n of the training phase with its 95 % interval (Welch, "
-    "on logarithms); end-to-end speed-up: with validation, test and checkpoints",
+    "speed-up: T_base / T_n of the training phase with its 95 % interval (Welch, on logarithms); end-to-end speed-up: "
+    "with validation, test and checkpoints",
     "efficiency: speed-up x n_base / n; in weak scaling, of samples/s; none if batches differ or are unknown",
-    "waiting for exchange: share of a step that rank 0 waits after backward",
-    "network per step: bytes of the busiest host's NIC (sent or received) including headers; network limit: "
-    "2 (h - 1) / h x 4 bytes x parameters, the least that each host sends in an fp32 all-reduce over h hosts",
+    "network limit: 2 (h - 1) / h x 4 bytes x parameters, the least per host of an fp32 all-reduce over h hosts",
 )
 
 

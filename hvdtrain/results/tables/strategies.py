@@ -40,9 +40,7 @@ NOTES = (
     "speed-up: T / T_n compared with one host of the same work, global batch and processor, with its 95 % interval "
     "(Welch, on logarithms)",
     "network to target: bytes of the busiest NIC until the target, including headers and other traffic",
-    "exchange at full rate: time of the strategy's payload per step at 0.936 of the rate; network efficiency: that / "
-    "time of the exchange (a lower bound if it overlaps with computation)",
-    "waiting for exchange: share of a step of rank 0; final: test score at the end of the run",
+    "final: test score at the end of the run",
     "fp32 all-reduce / compute: time of a full-precision all-reduce at 0.936 of the rate / a step's computation",
 )
 BEST_NOTE = (

@@ -78,7 +78,7 @@ def _settings_of(manifest: records.Manifest) -> dict[str, Any]:
     cores = {str(rank.get("host")): rank.get("cores") for rank in cpu_ranks}
     processors = sorted({str(rank["cpu"]) for rank in manifest.ranks if rank.get("cpu")})
     recorded = {"manifest": manifest, "config": config, "plan": plan, "model": manifest.model}
-    recorded["versions"] = manifest.versions
+    recorded["versions"], framework = manifest.versions, str(config.get("framework"))
     return _recorded(recorded) | {
         "hosts": len(hosts) or None,
         "ranks": len(manifest.ranks) or None,
@@ -90,10 +90,10 @@ def _settings_of(manifest: records.Manifest) -> dict[str, Any]:
         "rate_mbit": _rate_mbit(manifest.links),
         "network": _throttles(manifest.links),
         "goodput_mbit": min(numbers(link.get("goodput_mbit") for link in manifest.links), default=None),
-        "framework_version": _framework_version(manifest),
+        "framework_version": text(manifest.versions.get(framework) or manifest.versions.get(f"{framework}-cpu")),
         "train_samples": number(config.get("epoch_samples") or manifest.data.get("train")),
         "data_fingerprint": text(manifest.data.get("fingerprint")),
-        "marked": _observed(config),
+        "marked": "slowed by --profile" if config.get("profile") else None,
         "settings": json.dumps(_other_settings(config, plan)),
     }
 
@@ -104,11 +104,6 @@ def _other_settings(config: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[
     if others.get("micro_batches", 1) is None:
         others["micro_batches"] = plan.get("micro_batches")
     return others
-
-
-def _observed(config: Mapping[str, Any]) -> str | None:
-    """Why the times of a profiled run cannot be trusted."""
-    return "slowed by --profile" if config.get("profile") else None
 
 
 def _rate_mbit(links: list[dict[str, Any]]) -> float | None:
@@ -130,11 +125,6 @@ def _throttle(throttle: Any) -> str:
     rates = "/".join("unlimited" if rate is None else f"{rate:g}" for rate in (up, down))
     words = [f"{rates} Mbit/s", f"{delay:g} ms" if delay else "", f"{loss:g} % loss" if loss else ""]
     return ", ".join(filter(None, words))
-
-
-def _framework_version(manifest: records.Manifest) -> str | None:
-    framework = str(manifest.config.get("framework"))
-    return text(manifest.versions.get(framework) or manifest.versions.get(f"{framework}-cpu"))
 
 
 def _experiment(experiment: records.Experiment) -> dict[str, Any]:
@@ -171,13 +161,10 @@ def _measured(
     metrics = steps.read(path, incomplete, declared)
     epochs[str(folder)] = metrics.epochs
     summary = metrics.summary
+    columns: dict[str, Any] = {"state": "unfinished", "resumed": metrics.resumed}
+    columns |= {"views": _views(metrics), "divisions": _divisions(metrics)}
     if not complete:
-        return {
-            "state": "unfinished",
-            "resumed": metrics.resumed,
-            "views": _views(metrics),
-            "divisions": _divisions(metrics),
-        }
+        return columns
     if summary is None:
         raise Failure(f"{path}: no summary at the end of the file, although COMPLETE exists")
     sums = metrics.sums
@@ -188,12 +175,13 @@ def _measured(
     changed = _changed_strategy(metrics, settings["strategy"])
     if changed:  # the means describe no strategy
         sums = steps.Sums()
-    columns = _from_summary(summary, metrics.checkpoint_s) | _batch(summary, manifest)
-    columns |= {"state": "complete", "resumed": metrics.resumed}
-    columns |= {"views": _views(metrics), "divisions": _divisions(metrics)}
+    columns |= {"state": "complete"} | _from_summary(summary, metrics.checkpoint_s)
+    if (batch := summary.global_batch) is not None and "global_batch" not in manifest.plan:  # a script
+        columns |= {"global_batch": batch, "rank_batch": batch / summary.ranks if summary.ranks else None}
     columns |= changed | _other_ranks(metrics, manifest)
     columns |= _scores(summary, settings["primary_metric"], declared)
-    columns |= _per_step(sums) | _network(summary, metrics, sums, manifest, settings["rate_mbit"])
+    columns |= (per_step := _per_step(sums))
+    columns |= _network(summary, metrics, sums, manifest, per_step, settings["rate_mbit"])
     # The clocks are of the last start, the sums and the samples of all starts.
     began, ended = summary.began_unix_s, summary.ended_unix_s
     expected_s = max(columns["end_to_end_s"], 0.0 if began is None or ended is None else ended - began)
@@ -217,14 +205,6 @@ def _from_summary(summary: records.Summary, saved_s: float) -> dict[str, Any]:
         "end_to_end_s": math.fsum(phase for phase in phases if phase is not None),
         "inference": {int(samples): median_s for samples, median_s in timed if samples and median_s} or None,
     }
-
-
-def _batch(summary: records.Summary, manifest: records.Manifest) -> dict[str, Any]:
-    """The batch of a script, which its manifest does not contain."""
-    batch = summary.global_batch
-    if batch is None or "global_batch" in manifest.plan:
-        return {}
-    return {"global_batch": batch, "rank_batch": batch / summary.ranks if summary.ranks else None}
 
 
 def _views(metrics: steps.RankMetrics) -> str | None:
@@ -283,13 +263,14 @@ def _per_step(sums: steps.Sums) -> dict[str, Any]:
     columns: dict[str, Any] = {"bytes_per_step": sums.bytes_sent / sums.steps if sums.steps else None}
     if not sums.timed:
         return columns | dict.fromkeys(("step_s", "communication_s"))
-    communication_s = None if sums.communication_s is None else sums.communication_s / sums.timed
+    parts = (sums.data_s, sums.compute_s, sums.communication_s)
+    data_s, compute_s, communication_s = (None if part is None else part / sums.timed for part in parts)
     step_s = ((sums.data_s or 0.0) + sums.compute_s + (sums.communication_s or 0.0)) / sums.timed
     return columns | {
         "step_s": step_s,
         "step_blocks": sums.blocks,
-        "data_s": None if sums.data_s is None else sums.data_s / sums.timed,
-        "compute_s": sums.compute_s / sums.timed,
+        "data_s": data_s,
+        "compute_s": compute_s,
         "communication_s": communication_s,
         "communication_share": None if communication_s is None or not step_s else communication_s / step_s,
     }
@@ -300,6 +281,7 @@ def _network(
     metrics: steps.RankMetrics,
     sums: steps.Sums,
     manifest: records.Manifest,
+    per_step: Mapping[str, Any],
     rate_mbit: float | None,
 ) -> dict[str, Any]:
     """Bytes on the network, the limits, and how close the exchange comes to the limit of its strategy.
@@ -328,7 +310,6 @@ def _network(
     if sent_bytes is None:
         return columns
     limit_s = columns["strategy_limit_s_per_step"] = link.seconds(sent_bytes, sent_bytes)
-    per_step = _per_step(sums)
     exchange_s = per_step["step_s" if manifest.exchange.get("overlaps_with") else "communication_s"]
     return columns | {"network_efficiency": limit_s / exchange_s if exchange_s else None}
 

@@ -125,9 +125,8 @@ def read(path: Path, incomplete: Callable[[int], None], declared: Mapping[str, S
 
     Raises Failure (65, 74, 77) with file:line.
     """
-    metrics, choices = RankMetrics(Sums(), Restarts()), list[tuple[int, records.Chosen]]()
-    divisions = list[tuple[int, records.View | records.Epoch]]()
-    passed = list[tuple[int, records.Epoch | records.Saved]]()
+    metrics = RankMetrics(Sums(), Restarts())
+    passed = list[tuple[int, records.Epoch | records.Saved | records.Chosen | records.View]]()
     for line, record in records.read_lines(path, incomplete):
         match record:
             case records.Step() | records.Resumed():
@@ -141,12 +140,9 @@ def read(path: Path, incomplete: Callable[[int], None], declared: Mapping[str, S
                     metrics.last_start, metrics.resumed = record.step, True
             case records.View():
                 metrics.views.append(record)
-                if record.shares:
-                    divisions.append((line, record))
-            case records.Saved():
                 passed.append((line, record))
-            case records.Chosen():
-                choices.append((line, record))
+            case records.Saved() | records.Chosen():
+                passed.append((line, record))
             case records.Summary():
                 metrics.summary = record
                 for by_name in (record.test_scores, *record.validation_scores):
@@ -155,18 +151,17 @@ def read(path: Path, incomplete: Callable[[int], None], declared: Mapping[str, S
                 for by_name in (record.train_scores, record.validation_scores):
                     scores.check(by_name, declared, f"{path}:{line}")
                 passed.append((line, record))
-                if record.shares:
-                    divisions.append((line, record))
-    metrics.choices = [each for line, each in choices if not metrics.restarts.superseded(line, each.step - 1)]
-    counting = [each for line, each in divisions if not metrics.restarts.superseded(line, each.step - 1)]
-    metrics.divisions = [(each.step, each.shares) for each in counting]
     trained_s = validation_s = 0.0
     for line, each in passed:
         if metrics.restarts.superseded(line, each.step - 1):
             continue
-        if isinstance(each, records.Saved):
+        if isinstance(each, records.Epoch | records.View) and each.shares:
+            metrics.divisions.append((each.step, each.shares))
+        if isinstance(each, records.Chosen):
+            metrics.choices.append(each)
+        elif isinstance(each, records.Saved):
             metrics.checkpoint_s += each.checkpoint_s
-        else:
+        elif isinstance(each, records.Epoch):
             trained_s += each.train_s
             validation_s += each.validation_s
             elapsed_s = trained_s + validation_s + metrics.checkpoint_s

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,7 +69,7 @@ def table(loaded: Loaded, target: float = 0.95, best: bool = False) -> Table:
     final, percent = score_columns(loaded.runs), scores.target(loaded.runs, target)
     experiments = [group for group in groups.by(groups.usable(loaded.runs)) if group.key["hosts"]]
     measured = {id(group): _measure(loaded, group, target, final) for group in experiments}
-    settings = key_columns(experiments, varying(experiments), skip=("strategy", "rate_mbit", "launcher"))
+    settings = key_columns(experiments, varying(experiments), skip=("strategy", "rate_mbit"))
     several = [group for group in experiments if group.key["hosts"] != 1]
     experiments = _fastest(experiments, measured, same) if best else experiments
     single = [group for group in experiments if group.key["hosts"] == 1]
@@ -78,11 +77,10 @@ def table(loaded: Loaded, target: float = 0.95, best: bool = False) -> Table:
     readings: dict[str, str] = {}
     for title, members in _sections([group for group in experiments if group.key["hosts"] != 1], same):
         bases = [group for group in single if not members or any(not differing(group, each, same) for each in members)]
-        names = _names([*bases, *members])
         cells = [
             key_cells(group, [one.key for one in settings])
-            | {"rate": title, "strategy": names[id(group)], "speedup": _speedup(group, single, measured, same, best)}
-            | {name: group.key[name] for name in ("hosts", "rate_mbit")}
+            | {"rate": title, "speedup": _speedup(group, single, measured, same, best)}
+            | {name: group.key[name] for name in ("strategy", "hosts", "rate_mbit")}
             | measured[id(group)]
             for group in [*bases, *members]
         ]
@@ -159,21 +157,6 @@ def time_to_target(row: dict[str, Any]) -> float:
     """Seconds to the target; infinite if it was not reached."""
     time = row["train_to_target_s"]
     return math.inf if time is None else float(time.mean)
-
-
-def _names(experiments: Sequence[Group]) -> dict[int, str]:
-    """The strategies' names, followed by the launcher if it alone distinguishes them."""
-
-    def others(group: Group) -> tuple[Any, ...]:
-        return tuple(group.key[name] for name in group.key if name not in ("launcher", "settings"))
-
-    times = Counter(map(others, experiments))
-    return {
-        id(group): f"{group.key['strategy']} ({group.key['launcher']})"
-        if group.key["launcher"] and times[others(group)] > 1
-        else str(group.key["strategy"])
-        for group in experiments
-    }
 
 
 def _speedup(

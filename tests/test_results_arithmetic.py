@@ -140,8 +140,8 @@ def check_scaling(table: dict[int, list[dict[str, Any]]]) -> None:
 
 def check_energy(table: dict[int, list[dict[str, Any]]]) -> None:
     made = runs([row for rows in table.values() for row in rows])
-    for each in energy.energies(frame.Loaded([], made, [])):
-        rows, found = table[int(each.group.key["hosts"])], each.figures
+    for group in energy.energies(frame.Loaded([], made, [])):
+        rows, found = table[int(group.key["hosts"])], energy.cells(group)
         sampled = [row for row in rows if row["energy_j"] is not None]
         check_summary(found["energy_j"], exact([row["energy_j"] for row in sampled]))
         check_summary(found["energy_used_j"], exact([row["energy_used_j"] for row in sampled]))

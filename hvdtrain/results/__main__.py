@@ -78,7 +78,8 @@ def parser() -> Parser:
     files = add("measured", "files of hvdtrain measure as one table", roots=False, forms=False)
     files.add_argument("files", nargs="+", type=Path, metavar="FILE")
     plot = add("plot", "a figure as SVG, PNG or PDF", roots=False, forms=False)
-    plot.description = "A figure:\n" + "\n".join(f"  {name:<14}{what}" for name, (what, *_) in figures.KINDS.items())
+    kinds = (f"  {name:<14}{heading.lower()}" for name, (heading, *_) in figures.KINDS.items())
+    plot.description = "\n".join(("A figure:", *kinds))
     plot.add_argument("kind", choices=tuple(figures.KINDS), metavar="KIND")
     report = add("report", "one HTML page with conclusions, figures, tables and definitions", forms=False)
     for one in (plot, report):

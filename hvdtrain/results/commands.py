@@ -126,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
     score, value = getattr(options, "target", TARGET)
     if (score, value) != TARGET:
         if score:
-            loaded = dataclasses.replace(loaded, runs=scores.judge_by(loaded.runs, score), judged_by=score)
+            loaded = dataclasses.replace(loaded, runs=scores.judge_by(loaded.runs, score))
         scores.check_target(loaded.runs, value)
     match options.command:
         case "plot":

@@ -20,10 +20,20 @@ if TYPE_CHECKING:
 FORMATS = ("svg", "png", "pdf")
 
 
-# Figure -> description, and the function of panels.py that draws it.
+# Figure, in the order of the report -> heading, explanation, and the function of panels.py that draws it.
 KINDS = {
-    "time": ("training time over hosts, one curve per rate (as in Lucero, 2022)", "time"),
-    "accuracy-time": ("accuracy after each epoch, over time", "accuracy"),
+    "time": (
+        "Training time over hosts",
+        "Seconds of the training phase. In a rising curve, more hosts make training slower at that rate. A single host "
+        "uses no link, so it is the first point of every curve.",
+        "time",
+    ),
+    "accuracy-time": (
+        "Accuracy over time",
+        "Validation accuracy after each epoch, mean over the repeats, over seconds of training, validation and "
+        "checkpoints. The curve furthest to the left is best.",
+        "accuracy",
+    ),
 }
 
 
@@ -34,7 +44,7 @@ def draw(kind: str, loaded: Loaded) -> Figure:
     from hvdtrain.results.figures import panels, style
 
     with style.settings():
-        figure: Figure = getattr(panels, KINDS[kind][1])(loaded)
+        figure: Figure = getattr(panels, KINDS[kind][-1])(loaded)
     return figure
 
 

@@ -36,8 +36,6 @@ class Loaded:
     """The expression that selected these runs"""
     epochs: dict[str, list[steps.TimedEpoch]] = dataclasses.field(default_factory=dict)
     """Folder of a run -> its epochs that count, in order"""
-    judged_by: str | None = None
-    """The score named by --target, which judges all runs"""
 
     @property
     def complete(self) -> pd.DataFrame:

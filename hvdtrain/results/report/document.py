@@ -30,20 +30,6 @@ from hvdtrain.results.tables.model import Table
 from hvdtrain.system.exits import Failure, printable
 from hvdtrain.system.redaction import without_secrets
 
-# Figure, in the order of the page -> heading and explanation.
-CAPTIONS = {
-    "time": (
-        "Training time over hosts",
-        "Seconds of the training phase. In a rising curve, more hosts make training slower at that rate. A single host "
-        "uses no link, so it is the first point of every curve.",
-    ),
-    "accuracy-time": (
-        "Accuracy over time",
-        "Validation accuracy after each epoch, mean over the repeats, over seconds of training, validation and "
-        "checkpoints. The curve furthest to the left is best.",
-    ),
-}
-
 
 def write(loaded: Loaded, path: Path, target: float = 0.95) -> None:
     """Writes the page. `target` is a value of the primary metric. Raises Failure (73)."""
@@ -90,7 +76,6 @@ def page(loaded: Loaded, target: float = 0.95) -> str:
         definitions=_definitions(shown, scores.all_columns(runs)),
         environment=_environment(loaded),
         problems=_problems(loaded),
-        page_commands=_page_commands(loaded, target),
         run_commands=dict.fromkeys(_run_commands(loaded)),
         listing=overview.listing(loaded),
     )
@@ -102,7 +87,7 @@ def page(loaded: Loaded, target: float = 0.95) -> str:
 def _figures(loaded: Loaded, count: Count) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
     """The figures that have data, and why the others have none."""
     drawn, missing = [], []
-    for kind, words in CAPTIONS.items():
+    for kind, (*words, _) in figures.KINDS.items():
         heading, caption = (each.replace("hosts", count) if kind == "time" else each for each in words)
         try:
             svg = _inline_svg(style.encode(figures.draw(kind, loaded), "svg", letters="none").decode(), kind)
@@ -148,14 +133,6 @@ def _problems(loaded: Loaded) -> list[tuple[str, str]]:
         *((run, f"marked, {why}") for run, why in zip(marked["run"], marked["marked"], strict=True)),
         *(("", str(problem)) for problem in loaded.problems),
     ]
-
-
-def _page_commands(loaded: Loaded, target: float) -> list[str]:
-    words = [str(root) for root in loaded.roots] + (["--where", loaded.where] if loaded.where else [])
-    goal = f"{loaded.judged_by}={target!r}" if loaded.judged_by else repr(target)
-    words += [] if goal == "0.95" else ["--target", goal]
-    made = (("report", *words, "-o", "report.html"), ("plot", "time", *words, "-o", "time.svg"))
-    return [shlex.join(["hvdtrain", "results", *each]) for each in made]
 
 
 def _run_commands(loaded: Loaded) -> Iterator[tuple[str, str]]:

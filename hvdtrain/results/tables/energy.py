@@ -31,17 +31,11 @@ from hvdtrain.results.tables.columns import (
 from hvdtrain.results.tables.model import Table
 
 
-@dataclasses.dataclass(frozen=True)
-class Energy:
-    """The energy of a group's runs."""
+def cells(group: Group) -> dict[str, Any]:
+    """Cells of the table, and the EDP: `edp_js` of all devices, `edp_used_js` of those that ranks compute on.
 
-    group: Group
-    figures: dict[str, Any]
-    """Cells of the table, and the EDP: `edp_js` of all devices, `edp_used_js` of those that ranks compute on"""
-
-
-def of(group: Group) -> Energy:
-    """Times come from timing runs, or from the energy runs if there are no others."""
+    Times come from timing runs, or from the energy runs if there are no others.
+    """
     timed = group.values("end_to_end_s")
     joules = group.column("energy_j")
     measured = [not groups.is_missing(each) for each in joules]
@@ -56,7 +50,7 @@ def of(group: Group) -> Energy:
             return product(time_s, group.statistic(name))
         return summary(t * e for t, e in zip(group.column("end_to_end_s"), group.column(name), strict=True))
 
-    figures = {
+    return {
         "n": sum(measured),
         "end_to_end_s": time_s,
         "energy_j": group.statistic("energy_j"),
@@ -65,43 +59,43 @@ def of(group: Group) -> Energy:
         "edp_used_js": edp("energy_used_j"),
         "samples_per_j": summary(done * samples / energy_j for done, samples, energy_j in trained if energy_j > 0),
     }
-    return Energy(group, figures)
 
 
-def energies(loaded: Loaded) -> list[Energy]:
+def energies(loaded: Loaded) -> list[Group]:
     """The groups with at least one run whose energy was measured."""
-    return [of(group) for group in ordered(groups.by(groups.usable(loaded.runs))) if group.values("energy_j")]
+    return [group for group in ordered(groups.by(groups.usable(loaded.runs))) if group.values("energy_j")]
 
 
-def _size(each: Energy) -> tuple[bool, float, bool]:
+def _size(group: Group) -> tuple[bool, float, bool]:
     """The least is the baseline: the fewest ranks, preferably on a GPU."""
-    key = each.group.key
+    key = group.key
     return key["device"] != "gpu", (key["hosts"] or 0) * (key["ranks_per_host"] or 0), key["backend"] != "none"
 
 
 def table(loaded: Loaded) -> Table:
     """A row for each group whose energy was measured."""
-    measured = energies(loaded)
+    experiments = energies(loaded)
     notes = [*_absent(loaded), *left_out(loaded.runs, timing=False)]
-    if not measured:
+    if not experiments:
         note = "no complete run has its energy measured; hint: train with --monitor power on a machine with sensors"
         return Table("energy", "Energy", [], [], [note, *notes])
-    base = min(measured, key=_size)
-    experiments = [each.group for each in measured]
+    base = min(experiments, key=_size)
+    measured = {id(group): cells(group) for group in experiments}
     shown = varying(experiments)
     settings = key_columns(experiments, shown)
     keys = [one.key for one in settings]
-    unit, scale = _unit([each.figures["energy_j"].mean for each in measured])
+    unit, scale = _unit([each["energy_j"].mean for each in measured.values()])
     rows = []
     refused = []
-    for each in measured:
-        names = obstacles(each.group, base.group, DEVICES)
-        edp = {name: None if names else _relative(each, base, f"{name}_js") for name in ("edp_used", "edp")}
-        rows.append(key_cells(each.group, keys) | each.figures | edp)
+    for group in experiments:
+        names, own = obstacles(group, base, DEVICES), measured[id(group)]
+        pairs = {name: (own[f"{name}_js"], measured[id(base)][f"{name}_js"]) for name in ("edp_used", "edp")}
+        edp = {name: None if names else _relative(*pair) for name, pair in pairs.items()}
+        rows.append(key_cells(group, keys) | own | edp)
         if names:
             refused.append(
-                f"no EDP of {_words(each.group, shown)}: it differs from the baseline in "
-                f"{describe(each.group, base.group, names)}; hint: select runs with --where"
+                f"no EDP of {_words(group, shown)}: it differs from the baseline in "
+                f"{describe(group, base, names)}; hint: select runs with --where"
             )
     columns = [
         N,
@@ -116,22 +110,21 @@ def table(loaded: Loaded) -> Table:
     notes = [
         SPREAD_NOTE,
         "EDP: end-to-end time x energy, relative to the baseline; used devices: those that a rank computes on",
-        f"baseline: {_words(base.group, shown)}",
+        f"baseline: {_words(base, shown)}",
         *refused,
         "end to end: of timing runs, or else of energy runs; samples: training samples per joule of all devices",
-        *_resumed(measured),
+        *_resumed(experiments),
         *processors(experiments),
         *notes,
     ]
     return Table("energy", "Energy and energy-delay product", columns, rows, notes)
 
 
-def _relative(each: Energy, base: Energy, name: str) -> Interval | None:
+def _relative(value: Statistic | Interval | None, one: Statistic | Interval | None) -> Interval | None:
     """The value relative to the baseline's, with an interval if both are statistics."""
-    value, one = each.figures[name], base.figures[name]
     if value is None or one is None or value.mean <= 0 or one.mean <= 0:
         return None
-    if each is base:
+    if value is one:
         return Interval(1.0)
     if isinstance(value, Statistic) and isinstance(one, Statistic):
         return ratio(value, one)
@@ -155,6 +148,6 @@ def _absent(loaded: Loaded) -> list[str]:
     return notes[:5] + more
 
 
-def _resumed(measured: Sequence[Energy]) -> list[str]:
-    count = sum(sum(map(bool, each.group.column("resumed"))) for each in measured)
+def _resumed(experiments: Sequence[Group]) -> list[str]:
+    count = sum(sum(map(bool, group.column("resumed"))) for group in experiments)
     return [f"{count} runs were resumed: their energy includes repeated steps, their times do not"] if count else []

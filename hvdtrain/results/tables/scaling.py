@@ -89,8 +89,6 @@ def table(loaded: Loaded) -> Table:
         which = ", ".join(map(label, names))
         made.notes.append(f"warning: some runs did not record {which}, which is assumed equal to the baseline's")
     made.notes += [*processors(experiments), *left_out(loaded.runs)]
-    if alone and count == "hosts" and len({group.key["ranks_per_host"] for group in experiments}) > 1:
-        made.notes.append("`--where hosts=1` compares runs with different ranks on one host")
     return made
 
 

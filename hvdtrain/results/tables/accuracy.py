@@ -87,6 +87,6 @@ def table(loaded: Loaded, target: float = 0.95, group_by: Sequence[str] | None =
         f"target: the end of the first epoch whose validation reaches {percent}, without interpolation; time to "
         "target: seconds of training until then; end to end: with validation and checkpoints",
         "times and epochs are means over the runs that reached the target, so they flatter a group with failures",
-        *group_notes(loaded.runs, experiments, group_by),
+        *group_notes(loaded.runs, experiments),
     ]
     return Table("accuracy", "Accuracy and time to accuracy", columns, rows, notes)

@@ -107,36 +107,14 @@ def grouped(runs: pd.DataFrame, group_by: Sequence[str] | None) -> tuple[list[Gr
 # --- notes ------------------------------------------------------------------------------------------------------------
 
 
-def group_notes(runs: pd.DataFrame, experiments: Sequence[Group], by: Sequence[str] | None) -> list[str]:
-    """Notes on processors, on groups that mix experiments, and on the runs that do not count."""
-    return [*processors(experiments), *_mixed(experiments, by), *left_out(runs)]
-
-
-def processors(experiments: Sequence[Group]) -> list[str]:
-    """A warning if the runs used different processors."""
-    names = sorted({name for group in experiments for name in group.values("processor")})
-    return [f"warning: the runs used different processors: {'; '.join(names)}"] if len(names) > 1 else []
-
-
-def _mixed(experiments: Sequence[Group], group_by: Sequence[str] | None) -> list[str]:
-    """A warning if the user's grouping averages over different experiments."""
-    inside = {
-        name
-        for group in experiments
-        for name in set(GROUP) - set(group_by or GROUP)
-        if (
-            len(groups.by_goodput(group.runs))
-            if name == "goodput_mbit"
-            else len({None if groups.is_missing(value) else value for value in group.column(name)})
-        )
-        > 1
-    }
-    return [f"warning: these groups average over different {', '.join(sorted(inside))}"] if inside else []
-
-
-def left_out(runs: pd.DataFrame, *, timing: bool = True) -> list[str]:
-    """Notes on the runs that do not count, and why."""
+def group_notes(runs: pd.DataFrame, experiments: Sequence[Group], *, timing: bool = True) -> list[str]:
+    """Warnings about groups that mix processors or experiments, and notes on the runs that do not count, and why."""
     notes = []
+    names = sorted({name for group in experiments for name in group.values("processor")})
+    if len(names) > 1:
+        notes.append(f"warning: the runs used different processors: {'; '.join(names)}")
+    if inside := {name for group in experiments for name in groups.varying(groups.by(group.runs))}:
+        notes.append(f"warning: these groups average over different {', '.join(sorted(inside))}")
     for state, why in (("unfinished", "did not finish"), ("refused", "have records that cannot be trusted")):
         if count := int((runs["state"] == state).sum()):
             notes.append(f"left out: {count} runs that {why}; `hvdtrain results list` shows them")

@@ -21,11 +21,10 @@ from hvdtrain.results.statistics import Interval, Statistic, product, ratio, sum
 from hvdtrain.results.tables.columns import (
     SPREAD_NOTE,
     N,
+    group_notes,
     key_cells,
     key_columns,
-    left_out,
     ordered,
-    processors,
     varying,
 )
 from hvdtrain.results.tables.model import Table
@@ -75,7 +74,7 @@ def _size(group: Group) -> tuple[bool, float, bool]:
 def table(loaded: Loaded) -> Table:
     """A row for each group whose energy was measured."""
     experiments = energies(loaded)
-    notes = [*_absent(loaded), *left_out(loaded.runs, timing=False)]
+    notes = [*_absent(loaded), *group_notes(loaded.runs, experiments, timing=False)]
     if not experiments:
         note = "no complete run has its energy measured; hint: train with --monitor power on a machine with sensors"
         return Table("energy", "Energy", [], [], [note, *notes])
@@ -114,7 +113,6 @@ def table(loaded: Loaded) -> Table:
         *refused,
         "end to end: of timing runs, or else of energy runs; samples: training samples per joule of all devices",
         *_resumed(experiments),
-        *processors(experiments),
         *notes,
     ]
     return Table("energy", "Energy and energy-delay product", columns, rows, notes)

@@ -39,7 +39,7 @@ def overview(loaded: Loaded, group_by: Sequence[str] | None = None) -> Table:
     figures = [RUNS["train_s"], *score_columns(groups.usable(loaded.runs)), RUNS["samples_per_s"]]
     figures += [RUNS["communication_share"], end_to_end, RUNS["energy_j"]]
     rows = [cells(group, [one.key for one in settings], figures) for group in experiments]
-    notes = [SPREAD_NOTE, *group_notes(loaded.runs, experiments, group_by)]
+    notes = [SPREAD_NOTE, *group_notes(loaded.runs, experiments)]
     return Table("table", f"{len(experiments)} groups of runs", [N, *figures, *settings], rows, notes)
 
 
@@ -49,7 +49,7 @@ def phases(loaded: Loaded, group_by: Sequence[str] | None = None) -> Table:
     names = ("train_s", "compute_s", "communication_s", "data_s", "validation_s", "test_s", "checkpoint_s")
     figures, keys = [RUNS[name] for name in names], [one.key for one in settings]
     rows = [cells(group, keys, figures) | {"n": len(group.values("train_s"))} for group in experiments]
-    notes = [SPREAD_NOTE, *group_notes(loaded.runs, experiments, group_by)]
+    notes = [SPREAD_NOTE, *group_notes(loaded.runs, experiments)]
     return Table("phases", "Where the time goes", [N, *figures, *settings], rows, notes)
 
 

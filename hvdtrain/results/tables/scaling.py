@@ -25,7 +25,7 @@ from hvdtrain.results.read import frame
 from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.scaling import MOST_EFFICIENCY, Row
 from hvdtrain.results.statistics import Interval, ratio, summary
-from hvdtrain.results.tables.columns import SPREAD_NOTE, N, key_cells, key_column, left_out, processors, varying
+from hvdtrain.results.tables.columns import SPREAD_NOTE, N, group_notes, key_cells, key_column, varying
 from hvdtrain.results.tables.model import Table, number
 
 NOT_COMPARED = "not compared"
@@ -88,7 +88,7 @@ def table(loaded: Loaded) -> Table:
     if names := sorted({name for row in rows for name in unrecorded(row.group, row.baseline, MUST[count])}):
         which = ", ".join(map(label, names))
         made.notes.append(f"warning: some runs did not record {which}, which is assumed equal to the baseline's")
-    made.notes += [*processors(experiments), *left_out(loaded.runs)]
+    made.notes += group_notes(loaded.runs, experiments)
     return made
 
 

@@ -18,10 +18,9 @@ from hvdtrain.results.tables.accuracy import reached
 from hvdtrain.results.tables.columns import (
     SPREAD_NOTE,
     N,
+    group_notes,
     key_cells,
     key_columns,
-    left_out,
-    processors,
     score_columns,
     varying,
 )
@@ -102,8 +101,7 @@ def table(loaded: Loaded, target: float = 0.95, best: bool = False) -> Table:
         *(dataclasses.replace(one, role="detail", spread=False, of=Statistic) for one in DETAILS),
         *settings,
     ]
-    notes = [SPREAD_NOTE, *([BEST_NOTE] if best else []), *NOTES]
-    notes += [*processors(experiments), *left_out(loaded.runs)]
+    notes = [SPREAD_NOTE, *([BEST_NOTE] if best else []), *NOTES, *group_notes(loaded.runs, experiments)]
     title = f"Strategies: time to {percent}{', each at its best' if best else ''}"
     return Table("strategies", title, columns, rows, notes, "rate", readings)
 

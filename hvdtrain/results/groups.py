@@ -88,10 +88,9 @@ def by_goodput(runs: pd.DataFrame) -> list[tuple[float | None, pd.DataFrame]]:
     starts = [after for before, after in itertools.pairwise(measured) if not alike(before, after)]
     if not starts:
         return [(None, runs)]
-    number = runs["goodput_mbit"].map(lambda goodput: bisect.bisect(starts, goodput) if goodput == goodput else -1)
-    parts = [runs[number == each] for each in sorted(set(number))]
-    medians = [float(f"{part['goodput_mbit'].median():.3g}") for part in parts]
-    return [(None if is_missing(median) else median, part) for median, part in zip(medians, parts, strict=True)]
+    numbers = runs["goodput_mbit"].map(lambda goodput: bisect.bisect(starts, goodput), na_action="ignore")
+    medians = ((part["goodput_mbit"].median(), part) for _, part in runs.groupby(numbers, dropna=False))
+    return [(None if is_missing(median) else float(f"{median:.3g}"), part) for median, part in medians]
 
 
 def is_missing(value: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hvdtrain.results import groups, scores
 from hvdtrain.results.columns import Column
+from hvdtrain.results.groups import Group
 from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.statistics import Statistic, summary
 from hvdtrain.results.tables.columns import SPREAD_NOTE, N, cells, group_notes, grouped, score_columns
@@ -50,6 +51,22 @@ def reached(loaded: Loaded, run: Mapping[Any, Any], target: float) -> Reached | 
     return None
 
 
+def to_target(loaded: Loaded, group: Group, target: float) -> dict[str, Any]:
+    """Cells about the runs of a group that reached the target. Energy runs have no times, one host has no network."""
+    found = [(run, there) for run in group.runs.to_dict("records") if (there := reached(loaded, run, target))]
+    timed = [there for run, there in found if run["kind"] == "timing"]
+    sent = ((run["network_bytes_per_step"], there.steps) for run, there in found if (group.key.get("hosts") or 1) > 1)
+    return {
+        "reached": f"{len(found)} of {group.n}",
+        "epochs_to_target": summary(there.epoch for _, there in found),
+        "steps_to_target": summary(there.steps for _, there in found),
+        "bytes_to_target": summary(count * each for each, count in sent if not groups.is_missing(each)),
+        "train_to_target_s": summary(there.train_s for there in timed),
+        "interpolated_s": summary(there.interpolated_s for there in timed),
+        "end_to_end_to_target_s": summary(there.end_to_end_s for there in timed),
+    }
+
+
 def table(loaded: Loaded, target: float = 0.95, group_by: Sequence[str] | None = None) -> Table:
     """The scores of each group and its times to the target, a value of the primary metric."""
     experiments, settings = grouped(loaded.runs, group_by)
@@ -57,19 +74,8 @@ def table(loaded: Loaded, target: float = 0.95, group_by: Sequence[str] | None =
     best = score_columns(loaded.runs, "best_validation", role="detail")
     others = score_columns(loaded.runs, "test", more[len(primary) :], "detail") if len(more) > len(primary) else []
     figures = [*score_columns(loaded.runs), *best, *others]
-    rows = []
-    for group in experiments:
-        times = [reached(loaded, run, target) for run in group.runs.to_dict("records")]
-        timed = [time for time, kind in zip(times, group.column("kind"), strict=True) if time and kind == "timing"]
-        rows.append(
-            cells(group, [one.key for one in settings], figures)
-            | {
-                "reached": f"{sum(time is not None for time in times)} of {group.n}",
-                "epochs_to_target": summary(time.epoch for time in times if time),
-                "train_to_target_s": summary(time.train_s for time in timed),
-                "end_to_end_to_target_s": summary(time.end_to_end_s for time in timed),
-            }
-        )
+    keys = [one.key for one in settings]
+    rows = [cells(group, keys, figures) | to_target(loaded, group, target) for group in experiments]
     percent = scores.target(loaded.runs, target)
     columns = [
         N,

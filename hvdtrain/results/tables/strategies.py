@@ -14,7 +14,7 @@ from hvdtrain.results.groups import Group
 from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.scaling import MOST_EFFICIENCY
 from hvdtrain.results.statistics import Interval, Statistic, ratio, summary
-from hvdtrain.results.tables.accuracy import reached
+from hvdtrain.results.tables.accuracy import to_target
 from hvdtrain.results.tables.columns import (
     SPREAD_NOTE,
     N,
@@ -174,29 +174,9 @@ def _speedup(
 
 
 def _measure(loaded: Loaded, group: Group, target: float, final: Sequence[Column]) -> dict[str, Any]:
-    """The group's cells. Energy runs have no times."""
-    times, interpolated, steps, sent = [], [], [], []
-    several, count = (group.key["hosts"] or 1) > 1, 0
-    for run in group.runs.to_dict("records"):
-        there = reached(loaded, run, target)
-        if there is None:
-            continue
-        count += 1
-        steps.append(float(there.steps))
-        if run["kind"] == "timing":
-            times.append(there.train_s)
-            interpolated.append(there.interpolated_s)
-        if several and not groups.is_missing(run["network_bytes_per_step"]):
-            sent.append(run["network_bytes_per_step"] * there.steps)
+    """The group's cells."""
     pairs = zip(*(group.column(name, timing=True) for name in ("limit_s_per_step", "compute_s")), strict=True)
     own = ("strategy_limit_s_per_step", "network_efficiency", "communication_share", *(one.key for one in final))
-    figures: dict[str, Statistic | None] = {
-        "train_to_target_s": summary(times),
-        "interpolated_s": summary(interpolated),
-        "steps_to_target": summary(steps),
-        "bytes_to_target": summary(sent),
-        "allreduce_ratio": summary(
-            limit_s / compute_s for limit_s, compute_s in pairs if not groups.is_missing(limit_s) and compute_s
-        ),
-    }
-    return {"n": group.n, "reached": f"{count} of {group.n}"} | figures | {name: group.statistic(name) for name in own}
+    figures = to_target(loaded, group, target) | {name: group.statistic(name) for name in own}
+    ratios = (limit_s / compute_s for limit_s, compute_s in pairs if not groups.is_missing(limit_s) and compute_s)
+    return {"n": group.n, "allreduce_ratio": summary(ratios)} | figures

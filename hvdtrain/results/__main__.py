@@ -52,8 +52,8 @@ def parser() -> Parser:
     def add_group_by(one: argparse.ArgumentParser) -> None:
         one.add_argument("--group-by", metavar="A,B,..", help="columns or settings of a group (default: all)")
 
-    def add_target(one: argparse.ArgumentParser, what: str) -> None:
-        words = f"{what}: 0.95 or 95%% (default) of the primary metric, or SCORE=VALUE"
+    def add_target(one: argparse.ArgumentParser) -> None:
+        words = "score of an epoch: 0.95 or 95%% (default) of the primary metric, or SCORE=VALUE"
         one.add_argument("--target", type=target, default=TARGET, help=words)
 
     add("list", "all runs and their state")
@@ -64,10 +64,10 @@ def parser() -> Parser:
     add("scaling", "whether each added host makes training faster, and by how much")
     add("energy", "joules, energy-delay product, samples per joule")
     accuracy = add("accuracy", "accuracies, and the time to a target")
-    add_target(accuracy, "score of an epoch")
+    add_target(accuracy)
     add_group_by(accuracy)
     strategies = add("strategies", "which strategy reaches a target first at each rate, and at what cost")
-    add_target(strategies, "score of an epoch")
+    add_target(strategies)
     words = "compare each strategy and one host at their fastest batch, learning rate and epochs"
     strategies.add_argument("--best", action="store_true", help=words)
     add_group_by(add("phases", "where the time goes"))
@@ -83,7 +83,7 @@ def parser() -> Parser:
     plot.add_argument("kind", choices=tuple(figures.KINDS), metavar="KIND")
     report = add("report", "one HTML page with conclusions, figures, tables and definitions", forms=False)
     for one in (plot, report):
-        add_target(one, "target of the strategies")
+        add_target(one)
         if one is plot:
             add_roots(one)
         one.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")

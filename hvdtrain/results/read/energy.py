@@ -38,17 +38,13 @@ class HostEnergy:
 
 def columns(folder: Path, manifest: records.Manifest, expected_s: float, problems: list[Problem]) -> dict[str, Any]:
     """The energy columns of a complete run that took `expected_s`; empty if power was not sampled completely."""
-    hosts = [read_host(path, problems) for path in _files(folder)]
+    hosts = [read_host(path, problems) for path in sorted((folder / "monitors").glob("*.jsonl"))]
     if not any(host.power_requested for host in hosts):
         return {}
     if reason := _incomplete(hosts, manifest, expected_s):
         problems.append(Problem(str(folder / "monitors"), None, f"energy ignored: {reason}"))
         return {}
     return _totals(hosts)
-
-
-def _files(folder: Path | str) -> list[Path]:
-    return sorted((Path(folder) / "monitors").glob("*.jsonl"))
 
 
 def read_host(path: Path, problems: list[Problem]) -> HostEnergy:
@@ -65,7 +61,7 @@ def read_host(path: Path, problems: list[Problem]) -> HostEnergy:
             host.host = record.host
             host.power_requested |= "power" in record.monitors
             host.baseline_w |= record.idle_w
-            for device in _devices(record):
+            for device in (each for each in record.devices if isinstance(each.get("device"), str)):
                 name = device["device"]
                 host.used[name] = device.get("used") is not False  # null: unknown
                 if device.get("source") is None:
@@ -83,10 +79,6 @@ def read_host(path: Path, problems: list[Problem]) -> HostEnergy:
             host.energy_j.pop(name, None)
             host.absent[name] = f"has energy in {measured} of {count} intervals"
     return host
-
-
-def _devices(record: records.Sensors) -> list[dict[str, Any]]:
-    return [each for each in record.devices if isinstance(each.get("device"), str)]
 
 
 def _incomplete(hosts: Sequence[HostEnergy], manifest: records.Manifest, expected_s: float) -> str | None:

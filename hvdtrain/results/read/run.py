@@ -77,6 +77,8 @@ def _settings_of(manifest: records.Manifest) -> dict[str, Any]:
     cpu_ranks = [rank for rank in manifest.ranks if rank.get("device") == "cpu"]
     cores = {str(rank.get("host")): rank.get("cores") for rank in cpu_ranks}
     processors = sorted({str(rank["cpu"]) for rank in manifest.ranks if rank.get("cpu")})
+    throttles = [link["throttle"] for link in manifest.links if "throttle" in link]
+    limits = [each for each in throttles if isinstance(each, dict)]
     recorded = {"manifest": manifest, "config": config, "plan": plan, "model": manifest.model}
     recorded["versions"], framework = manifest.versions, str(config.get("framework"))
     return _recorded(recorded) | {
@@ -87,8 +89,8 @@ def _settings_of(manifest: records.Manifest) -> dict[str, Any]:
         "cores": mean(cores.values()),
         "threads": mean(rank.get("threads") for rank in cpu_ranks),
         "processor": printable(" and ".join(processors)) or None,
-        "rate_mbit": _rate_mbit(manifest.links),
-        "network": _throttles(manifest.links),
+        "rate_mbit": min(numbers(each.get(key) for each in limits for key in ("up_mbit", "down_mbit")), default=None),
+        "network": printable("; ".join(sorted(set(map(_throttle, throttles))))) or None,
         "goodput_mbit": min(numbers(link.get("goodput_mbit") for link in manifest.links), default=None),
         "framework_version": text(manifest.versions.get(framework) or manifest.versions.get(f"{framework}-cpu")),
         "train_samples": number(config.get("epoch_samples") or manifest.data.get("train")),
@@ -106,19 +108,8 @@ def _other_settings(config: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[
     return others
 
 
-def _rate_mbit(links: list[dict[str, Any]]) -> float | None:
-    """The lowest rate of any link's throttle; None without a throttle."""
-    throttles = [link["throttle"] for link in links if isinstance(link.get("throttle"), dict)]
-    return min(numbers(each.get(key) for each in throttles for key in ("up_mbit", "down_mbit")), default=None)
-
-
-def _throttles(links: list[dict[str, Any]]) -> str | None:
-    """`10/1000 Mbit/s, 50 ms, 2 % loss`, for each different throttle; None without links."""
-    found = dict.fromkeys(_throttle(link["throttle"]) for link in links if "throttle" in link)
-    return printable("; ".join(sorted(found))) or None
-
-
 def _throttle(throttle: Any) -> str:
+    """`10/1000 Mbit/s, 50 ms, 2 % loss`."""
     if not isinstance(throttle, dict):
         return "unlimited"
     up, down, delay, loss = map(number, map(throttle.get, ("up_mbit", "down_mbit", "delay_ms", "loss_percent")))
@@ -150,7 +141,7 @@ def _measured(
     problems: list[Problem],
     epochs: dict[str, list[steps.TimedEpoch]],
 ) -> dict[str, Any]:
-    path = metrics_file(folder)
+    path = folder / "metrics" / "rank0000.jsonl"
     complete = exists(folder / "COMPLETE")
     if not exists(path) and not complete:
         return {"state": "unfinished"}
@@ -186,11 +177,6 @@ def _measured(
     began, ended = summary.began_unix_s, summary.ended_unix_s
     expected_s = max(columns["end_to_end_s"], 0.0 if began is None or ended is None else ended - began)
     return columns | energy.columns(folder, manifest, expected_s, problems)
-
-
-def metrics_file(run_dir: Path | str) -> Path:
-    """The file of rank 0's records."""
-    return Path(run_dir) / "metrics" / "rank0000.jsonl"
 
 
 def _from_summary(summary: records.Summary, saved_s: float) -> dict[str, Any]:

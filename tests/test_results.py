@@ -101,6 +101,18 @@ def test_steps_of_single_runs_are_compared_per_sample_and_their_accuracy_is_not(
         assert low * 1.19 <= times <= high / 1.19 and (spread or high / low == pytest.approx(1.44, rel=0.02))
 
 
+@pytest.mark.parametrize(("accuracies", "less"), [((0.4, 0.45), True), ((0.3, 0.85), False), ((0.9, 0.92), False)])
+def test_hosts_learn_less_if_their_scores_are_lower_beyond_the_spread(
+    accuracies: tuple[float, float], less: bool, tmp_path: Path
+) -> None:
+    for hosts, scores in ((1, (0.9, 0.91)), (2, accuracies)):
+        for seed, score in enumerate(scores):
+            made = {"rank_batch": 32 // hosts, "seed": seed, "test_accuracy": score, "compute_s": 1 + seed / 100}
+            runs.make(tmp_path / f"{hosts}-{seed}", hosts=hosts, communication_s=0.0, **made)
+    (reading,) = runs.results("scaling", tmp_path)["readings"].values()
+    assert ("learn less: test accuracy 90.5 % with 1 host" in reading) == less
+
+
 def test_scaling_has_a_curve_per_rate(root: Path) -> None:
     table = runs.results("scaling", root)
     slow, fast = (table["readings"][title] for title in sorted(table["readings"]))

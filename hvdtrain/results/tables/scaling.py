@@ -232,13 +232,14 @@ def reading(curve: Sequence[Row], count: Count) -> str:
 
 
 def _learns_less(row: Row, base: Row) -> bool:
-    """Whether the mean score is clearly worse than that of the baseline."""
+    """Whether the mean score is worse than that of the baseline, beyond the spread of the runs."""
     here, there = row.group.statistic("test_score"), base.group.statistic("test_score")
     names = {*row.group.values("primary_metric"), *base.group.values("primary_metric")}
     if here is None or there is None or min(here.n, there.n) < 2 or len(names) != 1:
         return False
     declared = scores.of_run(row.group.values("scores")[0])[names.pop()]
-    return declared.better(there.mean, here.mean) and abs(here.mean - there.mean) > LESS * abs(there.mean)
+    less = declared.better(there.mean, here.mean) and abs(here.mean - there.mean) > LESS * abs(there.mean)
+    return less and faster_or_slower(ratio(here, there)) != "unclear"
 
 
 def _score(row: Row) -> str:

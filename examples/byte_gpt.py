@@ -1,8 +1,9 @@
 """A byte GPT of 0.67 M parameters on the King James Bible, in plain PyTorch without a line of hvdtrain.
 
 `--method` joins common remedies for a slow network with `+`, such as accumulate:4+fp16: accumulate:K, the hooks fp16
-and powersgd:RANK, and local steps by postlocal:H (PyTorch) or accelerate:H. A step is a batch of each rank, whatever
-the method. Rank 0 prints a JSON object, whose curve has [step, held-out loss, seconds of training] of each evaluation.
+and powersgd:RANK, and local steps by postlocal:H (PyTorch), accelerate:H or diloco:H (torchft). A step is a batch of
+each rank, whatever the method. Rank 0 prints a JSON object, whose curve has [step, held-out loss, seconds of training]
+of each evaluation.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import contextlib
 import copy
 import json
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -24,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 CONTEXT, WIDTH, LAYERS, HELD_OUT = 64, 128, 3, 256
-METHODS = ("ddp", "accumulate:N", "fp16", "powersgd:N", "postlocal:N", "accelerate:N")
+METHODS = ("ddp", "accumulate:N", "fp16", "powersgd:N", "postlocal:N", "accelerate:N", "diloco:N")
 RECENT = 8
 """The weights of update i count as i to the power of 8 in the mean that is evaluated: half of it is the last 8 %"""
 
@@ -46,15 +48,46 @@ class GPT(torch.nn.Module):
 
 
 def bible():
-    """The text's rows for training, which may overlap, and held-out rows from its last twentieth."""
     try:
         found = subprocess.run(["bible", "-f", "Gen1:1-Rev22:21"], capture_output=True, check=True).stdout
     except FileNotFoundError:
         sys.exit("byte_gpt: no command bible; hint: apt-get install bible-kjv-text bible-kjv")
-    text = torch.frombuffer(bytearray(re.sub(rb"(?m)^\S+ ", b"", found)), dtype=torch.uint8)
+    return re.sub(rb"(?m)^\S+ ", b"", found)
+
+
+def rows_of(text):
+    """The text's rows for training, which may overlap, and held-out rows from its last twentieth."""
+    text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     training = len(text) * 19 // 20
     rows = text[training:].unfold(0, CONTEXT + 1, CONTEXT + 1)
     return text[:training].unfold(0, CONTEXT + 1, 1), rows[torch.linspace(0, len(rows) - 1, HELD_OUT).long()]
+
+
+def diloco(model, optimizer, every):
+    """torchft's DiLoCo, which averages in hooks of the optimizer. Each rank is a replica group of its own."""
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.coordination import LighthouseServer
+    from torchft.local_sgd import DiLoCo
+
+    ranks, host = dist.get_world_size(), socket.gethostname()
+    lighthouse = LighthouseServer("[::]:0", min_replicas=ranks) if dist.get_rank() == 0 else None
+    dist.broadcast_object_list(address := [lighthouse and lighthouse.address()])
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        ProcessGroupGloo(),
+        model.load_state_dict,
+        model.state_dict,
+        ranks,
+        use_async_quorum=False,
+        rank=0,
+        world_size=1,
+        store_addr=host,
+        store_port=store.port,
+        lighthouse_addr=address[0],
+        init_sync=False,
+    )
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.6, nesterov=True)
+    return DiLoCo(manager, [model], optimizer, outer, every).__enter__(), manager, lighthouse, store
 
 
 def sent_bytes():
@@ -72,12 +105,16 @@ def main():
     parser.add_argument("--warm-up", type=int, default=16, help="steps with a smaller learning rate, and not averaged")
     parser.add_argument("--evaluate", type=int, default=0, help="steps between evaluations (0: none)")
     parser.add_argument("--target", type=float, default=0.0, help="end at this held-out loss")
-    parser.add_argument("--start", help="weights to begin with")
+    parser.add_argument("--text", type=Path, help="a file to train on (default: the Bible)")
+    parser.add_argument("--start", type=Path, help="weights to begin with")
     parser.add_argument("--save", help="write the averaged weights at the end")
     options = parser.parse_args()
     how = dict(part.partition(":")[::2] for part in options.method.split("+"))
     if any(re.sub(r":[1-9]\d*$", ":N", part) not in METHODS for part in options.method.split("+")):
         parser.error(f"--method {options.method} is unknown; hint: choose from {', '.join(METHODS)}")
+    for path in filter(None, (options.text, options.start)):
+        if not path.is_file():
+            parser.error(f"{path}: no such file")
     every = int(how.get("accumulate", 1))
     torch.manual_seed(0)
     model = GPT()
@@ -85,7 +122,7 @@ def main():
         model.load_state_dict(torch.load(options.start))
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    training, held_out = bible()
+    training, held_out = rows_of(options.text.read_bytes() if options.text else bible())
     batches = torch.Generator().manual_seed(1_000 * options.seed + rank)
     evaluated, parameters = copy.deepcopy(model), [*model.parameters()]
     recent, updates = [each.detach().clone() for each in parameters], 0
@@ -98,6 +135,8 @@ def main():
         accelerator = Accelerator(cpu=True)
         ddp, optimizer = accelerator.prepare(model, optimizer)
         averager = LocalSGD(accelerator, ddp, int(how["accelerate"])).__enter__()
+    elif "diloco" in how:
+        averager = diloco(model, optimizer, int(how["diloco"]))
     elif ranks > 1:
         # With several buckets the all-reduces of the PowerSGD hook on Gloo can meet in another order on each rank.
         ddp = DistributedDataParallel(model, bucket_cap_mb=100 if "powersgd" in how else None)
@@ -134,7 +173,7 @@ def main():
             optimizer.step()
             if "accelerate" in how:
                 averager.step()
-            elif averager:  # it leaves out parameters without a gradient
+            elif "postlocal" in how:  # it leaves out parameters without a gradient
                 averager.average_parameters(parameters)
             optimizer.zero_grad()
         seconds.append(seconds[-1] + time.perf_counter() - began)

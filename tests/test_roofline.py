@@ -77,7 +77,7 @@ def test_a_kept_measurement_is_not_repeated(tmp_path: Path, monkeypatch: pytest.
         shown = subprocess.run([*BENCH, "--out", str(out), "--dry-run", "--json"], capture_output=True, check=True)
         left.append(json.loads(shown.stdout)["rows"][0]["runs"])
     assert left[0] - left[1] == 2
-    options = argparse.Namespace(records=lines, name="none", out=tmp_path)
+    options = argparse.Namespace(records=lines, name="none", out=tmp_path, start="start.pt", text=None)
     assert bench_roofline.arrived(options, "ddp", 2.0, 1, 4e-3, 1000) == 40
     assert bench_roofline.arrived(options, "ddp", 2.0, 1, 2e-3, 96) == float("inf")
     with pytest.raises(bench_roofline.Failure, match="ddp has failed"):  # it would train, but there is no such cluster

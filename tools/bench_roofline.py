@@ -28,7 +28,8 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from bench import ROOT, UNLIMITED, hosts_up, limit_s, listed, numbers, on_host, options_of, say, show, throttle
@@ -39,21 +40,24 @@ from hvdtrain.system.rates import parse_rate
 
 HOSTS, ONE = "abcd", "one host"
 RIVALS = ["ddp", "fp16", *(f"accumulate:{k}{hook}" for hook in ("", "+fp16") for k in (2, 4, 8))]
-RIVALS += [*(f"powersgd:{rank}" for rank in (1, 2, 4, 8)), "postlocal:8", "postlocal:16", "accelerate:8"]
+RIVALS += [f"powersgd:{rank}" for rank in (1, 2, 4, 8)]
+RIVALS += [f"{how}:{every}" for how in ("postlocal", "accelerate", "diloco") for every in (8, 16)]
 OURS = {
     "hvdtrain balanced": "int4",
     "hvdtrain fast": "local-sgd:every=16,outer_lr=0.7,outer_momentum=0.6+int4",
     "hvdtrain every=8": "local-sgd:every=8,outer_lr=0.7,outer_momentum=0.6+int4",
     "hvdtrain powersgd": "powersgd:rank=16",
 }
+PERIOD = r"(?:every=|accumulate:|postlocal:|accelerate:|diloco:)(\d+)"
 EVALUATE, WARM_UP, MOST_S = 32, 16, 1800
 """Steps between evaluations; the script's first steps; seconds of a run"""
 Found = dict[str, tuple[float, dict[int, float]]]
 """By method, its learning rate and the steps of each seed"""
 
 
-def trained(options: Any, method: str, words: Mapping[str, object], host: str = "a") -> dict[str, Any]:
+def trained(options: Any, method: str, words: dict[str, object], host: str = "a") -> dict[str, Any]:
     """Run the script by a method on all hosts, or on one, and return the JSON object that it prints. Raises Failure."""
+    words = words | ({"text": options.text} if options.text else {})
     script = [ROOT / "examples" / "byte_gpt.py", *(f"--{key}={value}" for key, value in words.items())]
     ranks, by_hand = (host, []) if method == ONE else (HOSTS, [f"--method={method}"])
     shared = [f"WORLD_SIZE={len(ranks)}", f"MASTER_ADDR={ranks[0]}", f"MASTER_PORT={random.randrange(20_000, 30_000)}"]
@@ -112,7 +116,7 @@ def run(options: Any, method: str, target: float, seed: int, lr: float, most: in
         if found["steps"] or found["most"] >= most:
             return found
     words = {"lr": lr, "seed": seed, "steps": most, "evaluate": EVALUATE, "target": target}
-    curve = trained(options, method, words | {"start": options.out / "start.pt"})["curve"]
+    curve = trained(options, method, words | {"start": options.start})["curve"]
     return keep(options, **key, most=most, steps=crossing([each[:2] for each in curve], target), curve=curve)
 
 
@@ -134,8 +138,8 @@ def searched(lrs: Sequence[float], most: int, value: Callable[[float, int], floa
 
 def quality(options: Any) -> tuple[float, Found]:
     """The target, and what has arrived."""
-    if not (options.out / "start.pt").exists():
-        trained(options, ONE, {"steps": 400, "evaluate": 400, "save": options.out / "start.pt"})
+    if not options.start.exists():
+        trained(options, ONE, {"steps": 400, "evaluate": 400, "save": options.start})
     most, found = options.batches, Found()
     lr, target = searched(options.lrs, most, lambda lr, _: run(options, ONE, 0.0, 1, lr, most)["curve"][-1][1])
     found[ONE] = lr, {seed: arrived(options, ONE, target, seed, lr, 2 * most) for seed in options.seeds}
@@ -154,9 +158,7 @@ def times(options: Any) -> None:
     for method, rate in [(ONE, UNLIMITED), *itertools.product(options.methods, options.rates)]:
         if kept(options, kind="time", method=method, rate=rate):
             continue
-        period = int(
-            next(iter(re.findall(r"(?:every=|accumulate:|local:|accelerate:)(\d+)", OURS.get(method, method))), 1)
-        )
+        period = int(next(iter(re.findall(PERIOD, OURS.get(method, method))), 1))
         sent = max((8 * each["step_bytes"] for each in kept(options, kind="time", method=method)), default=1)
         exchanges = 0 if method == ONE else max(6, 30 * parse_rate(rate) / sent / period)
         count = period * math.ceil(min(options.steps / period, exchanges or math.inf))
@@ -212,7 +214,7 @@ def check(options: Any, target: float, found: Found) -> list[dict[str, Any]]:
             keep(options, kind="prediction", **key, expected_s=expected)
             throttle(options.name, rate)
             words = {"lr": lr, "seed": seed, "steps": options.batches, "evaluate": EVALUATE, "target": target}
-            curve = trained(options, method, words | {"start": options.out / "start.pt"})["curve"]
+            curve = trained(options, method, words | {"start": options.start})["curve"]
             made = crossing([[spent, loss] for _, loss, spent in curve], target)
             keep(options, kind="check", **key, expected_s=expected, made_s=made)
     return kept(options, kind="check")
@@ -223,6 +225,8 @@ def main(arguments: list[str]) -> int:
     top = options_of(__doc__, "roofline", rates=rates, batches=600, steps=40, check=0, only=["*"], out=out)
     top.add_argument("--lrs", type=lambda text: [*map(float, text.split(","))], default=[4e-3, 2e-3, 8e-3])
     top.add_argument("--seeds", type=numbers, default=[3, 4, 5], help="(default: 3,4,5)")
+    top.add_argument("--start", type=Path, help="weights to begin with (default: of 400 steps)")
+    top.add_argument("--text", type=Path, help="a file to train on (default: the Bible)")
     top.add_argument("--short", action="store_true", help="one rate, three methods and one seed: about 15 minutes")
     top.add_argument("--dry-run", action="store_true", help="say how many runs are left")
     options = top.parse_args(arguments)
@@ -232,6 +236,7 @@ def main(arguments: list[str]) -> int:
     if not (chosen := [name for each in options.only for name in fnmatch.filter(named, each)]):
         top.error(f"--only: no such method; hint: choose from {', '.join(named)}")
     options.methods = ["ddp", *(each for each in dict.fromkeys(chosen) if each != "ddp")]
+    options.start = options.start or options.out / "start.pt"
     written = options.out / "records.jsonl"
     try:
         options.records = [json.loads(line) for line in written.read_text().splitlines()] if written.exists() else []

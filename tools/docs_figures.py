@@ -175,6 +175,26 @@ def solar() -> Figure:
     return figure
 
 
+def roofline() -> Figure:
+    found = {row[0]: [numbers(cell)[:1] for cell in row[1:]] for row in rows("benchmarks/roofline.md", "speed-up")}
+    rhos = [rho for (rho,) in found.pop("rho")]
+    gains = {"DDP": [found["DDP"]], "by hand": [], "hvdtrain": []}
+    for name, cells in found.items():
+        gains["hvdtrain" if name.startswith("hvdtrain") else "by hand"].append(cells)
+    drawn = {
+        name: [(rho, max(itertools.chain(*cells))) for rho, *cells in zip(rhos, *methods, strict=True)]
+        for name, methods in gains.items()
+    }
+    note = "at rho = steps of one host that an fp32 all-reduce takes"
+    ticks = {rho: f"{rho:g}" for rho in rhos}
+    figure, axes = curves("Speed-up to equal loss, the best methods", note, ticks, drawn, (0, 0, 0))
+    axes.axhline(1, color=SOFT, linewidth=1.5)
+    axes.set_xscale("log")
+    axes.set_xticks([*ticks], ticks.values())
+    axes.minorticks_off()
+    return figure
+
+
 def session() -> str:
     """A session as it appears on a terminal; a reader who prefers no motion sees the whole of it at once."""
     lines = (DOCS / "figures" / "session.txt").read_text().splitlines()
@@ -199,7 +219,7 @@ def by_hand(name: str) -> Callable[[], str]:
 
 
 FIGURES: dict[str, Callable[[], Figure | str]] = {
-    **{each.__name__: each for each in (hero, timeline, stages, bandwidth, solar, session)},
+    **{each.__name__: each for each in (hero, timeline, stages, bandwidth, solar, roofline, session)},
     **{name: by_hand(name) for name in ("decision", "architecture")},
 }
 

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 from conftest import alone, forked
 from PIL import Image
+from programs import first_hour
 from runs import make
 
 from hvdtrain import cli
@@ -53,6 +54,11 @@ def run(line: str, folder: Path, *, prepare: Callable[[], object] = bool) -> sub
         exits.end(COMMANDS[name].run, words)
 
     return forked(program, folder)
+
+
+def test_a_user_runs_every_command_in_the_first_hour() -> None:
+    names = {f"hvdtrain {' '.join(words)}" for words in cli.COMMANDS}
+    assert not {name for name in names if not any(f"{line} ".startswith(f"{name} ") for line in first_hour.COMMANDS)}
 
 
 def parsers(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:

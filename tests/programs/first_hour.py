@@ -1,5 +1,6 @@
 """What a user runs in the first hour, with the packages that `make demo` installs: every command that `hvdtrain --help`
-lists, and the first example of each workload. Stops at the first one that fails or asks for a package.
+lists (test_contract checks that), and the first example of each workload. Stops at the first one that fails or asks for
+a package.
 
 Usage: first_hour.py FOLDER, with the environment active. It needs no root, and writes to the empty folder only. With
 --session, the README's session follows, in the checkout and with sudo, without its last line: its cluster stays up.
@@ -16,8 +17,6 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from hvdtrain import cli
-
 ROOT = Path(__file__).parent.parent.parent
 RUN = "--width 0.125 --image-size 8 --batch-size 48 --epochs 1 --run-dir"
 COMMANDS = {
@@ -32,6 +31,7 @@ COMMANDS = {
     "hvdtrain launch torchrun --dry-run -H localhost:2 --strategy powersgd train.py": (),
     "hvdtrain hosts prepare --dry-run -H localhost:2": (),
     "hvdtrain slurm --dry-run -N 2 -- true": (),
+    "hvdtrain build-horovod": (),  # installs the wheel that `make demo` has built
     "hvdtrain data list": (),
     "hvdtrain data images photos prepared --size 8x8": (),
     "hvdtrain data captions captions described": (),
@@ -97,10 +97,6 @@ def session() -> int:
 
 
 def main(folder: Path) -> int:
-    listed = {f"hvdtrain {' '.join(words)}" for words in cli.COMMANDS}
-    if missing := [name for name in listed if not any(f"{line} ".startswith(f"{name} ") for line in COMMANDS)]:
-        print(f"no example of {', '.join(missing)}", file=sys.stderr)
-        return 1
     prepare(folder)
     for command, codes in COMMANDS.items():
         start = time.monotonic()

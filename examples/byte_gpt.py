@@ -64,11 +64,16 @@ def rows_of(text):
 
 
 def diloco(model, optimizer, every):
-    """torchft's DiLoCo, which averages in hooks of the optimizer. Each rank is a replica group of its own."""
-    from torchft import Manager, ProcessGroupGloo
-    from torchft.coordination import LighthouseServer
-    from torchft.local_sgd import DiLoCo
+    """torchft's DiLoCo, which averages in hooks of the optimizer. Each rank is a replica group of its own.
 
+    Returns all servers and clients: if one is garbage-collected, the other ranks wait for it.
+    """
+    try:
+        from torchft import Manager, ProcessGroupGloo
+        from torchft.coordination import LighthouseServer
+        from torchft.local_sgd import DiLoCo
+    except ModuleNotFoundError:
+        sys.exit("byte_gpt: --method diloco needs torchft; hint: pip install torchft==0.2.0")
     ranks, host = dist.get_world_size(), socket.gethostname()
     lighthouse = LighthouseServer("[::]:0", min_replicas=ranks) if dist.get_rank() == 0 else None
     dist.broadcast_object_list(address := [lighthouse and lighthouse.address()])

@@ -5,7 +5,7 @@ columns, scores  the columns of that frame and of the tables, and the scores tha
 groups           repeats of one experiment; statistics: means, intervals, ratios
 comparability    which groups may be compared; scaling: speed-up and efficiency of comparable groups
 tables/          one module per table
-text, export     tables as text; the data frame for other programs
+text, export     tables as text; the data frame as CSV or JSON
 commands         the commands of the command line
 figures/         figures of the tables' numbers
 report/          tables and figures on one HTML page, laid out by a Jinja2 template

@@ -24,7 +24,7 @@ class Preset(NamedTuple):
 
 class Family(NamedTuple):
     model: str
-    """The model and what was measured"""
+    """The model and the measure of learning"""
     presets: Mapping[str, Preset]
 
 

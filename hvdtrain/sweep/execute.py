@@ -114,16 +114,17 @@ def exclusive(root: Path) -> Iterator[int]:
         hint = "remove it, or set TMPDIR to a folder of your own"
         raise files.refused(path, error, exits.CANNOT_WRITE, hint) from error
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.pread(handle, 200, 0).decode(errors="replace").strip() or "unknown owner"
+            hint = "hint: wait for it or stop it, since two sweeps would distort each other's measurements"
+            raise Failure(f"another sweep or its last job is running on this machine ({owner}); {hint}") from error
         if os.pread(handle, 8, 0) in (b"", b"process "):  # never overwrite a file that is not our lock
             with contextlib.suppress(OSError):  # the file may belong to another user
                 os.ftruncate(handle, 0)
                 os.pwrite(handle, f"process {os.getpid()}, {root}".encode(), 0)
         yield handle
-    except BlockingIOError as error:
-        owner = os.pread(handle, 200, 0).decode(errors="replace").strip() or "unknown owner"
-        hint = "hint: wait for it or stop it, since two sweeps would distort each other's measurements"
-        raise Failure(f"another sweep or its last job is running on this machine ({owner}); {hint}") from error
     finally:
         os.close(handle)
 

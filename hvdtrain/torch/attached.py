@@ -1,11 +1,11 @@
 """DistributedDataParallel, and the optimizers of an unmodified script, exchange by a strategy.
 
-With a reducer, gradients are summed during backward in place of DistributedDataParallel's own sums (`summing`). With
-local-sgd and `auto` nobody sums them there, and the optimizer exchanges in `step`: it is made an `Exchanging` one in
-place, because the script, its scheduler and its trainer hold it already.
+With a reducer, the strategy sums gradients during backward instead of DistributedDataParallel (`summing`). With
+local-sgd and `auto` gradients stay unsummed there, and the optimizer exchanges in `step`. Its class is changed in
+place, because the script, its scheduler and its trainer hold the object already.
 
-Between two averages the ranks' weights differ. `reading` says what the script sees of them. What all ranks call
-together averages them first (`TOGETHER`).
+Between two averages the ranks' weights differ. `reading` decides which weights the script sees. Functions that all
+ranks call together average the weights first (`TOGETHER`).
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Attached(Measuring):
     def step(self, closure: Any = None) -> Any:
         """Make a step, then average weights if they are due. Collective."""
         self.begin()
-        self._opt_called = True  # what a scheduler's wrapper would note
+        self._opt_called = True  # as a scheduler's wrapper would do
         if not self.exchanging:
             return super(Exchanging, self).step(closure)
         if any(model._join_config.enable for model in self._targets if isinstance(model, DistributedDataParallel)):
@@ -236,7 +236,7 @@ def attach_model(model: Any, strategy: str) -> bool:
     _models[model] = set() if sums else {id(each) for each in model.parameters()}
     types = {each.dtype for each in model.parameters()}
     if sums and strategy == DEFAULT_REDUCER and (torch.float64 in types or any(each.is_complex for each in types)):
-        return False  # PyTorch's own sums are exact, and those of a strategy would be float32
+        return False  # PyTorch's own sums are exact; a strategy would sum in float32
     if any(each.is_complex for each in types):
         hint = f"train torch.view_as_real of them, or use {DEFAULT_REDUCER}"
         raise Failure(f"strategy {strategy}: complex parameters cannot be exchanged; hint: {hint}", exits.BAD_CONFIG)

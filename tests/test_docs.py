@@ -16,6 +16,7 @@ from conftest import ROOT
 
 from hvdtrain import cli, strategies
 from hvdtrain.config import parser
+from hvdtrain.strategies import automatic
 
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("*/README.md")])
@@ -79,24 +80,22 @@ def commands(page: Path) -> Iterator[list[str]]:
             words = []
 
 
-def parse(words: list[str]) -> None:
+def parse(words: list[str]) -> object:
     """Parses a command as its program does, without running it; raises what it raises."""
     program, *arguments = words
     if program == "hvdtrain":
         if not arguments or arguments == ["train"]:  # these list the commands
-            return
+            return None
         known = cli.commands("train" if arguments[0] == "train" else "")
         name = next(name for name in known if tuple(arguments[: len(name)]) == name)
-        known[name][1].parser().parse_args(arguments[len(name) :])
-        return
+        return known[name][1].parser().parse_args(arguments[len(name) :])
     module = importlib.import_module(program)
     if program == "hvdtrain.ddp":
-        strategies.parse(module.parser().parse_args(arguments).strategy)
-        return
+        strategy = module.parser().parse_args(arguments).strategy
+        return None if automatic.rule(strategy) else strategies.parse(strategy)
     made = next(value for name, value in vars(module).items() if name.endswith("Config") and name != "TrainConfig")
     asked: Any = parser.parse(made, arguments, prog=program, purpose="")
-    if not asked.strategy.startswith("help"):
-        strategies.resolve(asked)
+    return None if asked.strategy.startswith("help") else strategies.resolve(asked)
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,7 @@ def test_runs_of_an_older_script_are_set_aside_and_a_script_has_the_sweeps_varia
 def test_energy_runs_use_sensors_and_experiments_without_gpus_are_skipped(sweep: Command) -> None:
     sweep.file.write_text(
         f'protocol = "T,E"\ncooldown_s = 0.2\norder = "as-written"\n{SMALL}'
-        '[[grid]]\nlauncher = "none"\nmonitor_idle_s = 0.3\nimage_size = 16\n'
+        '[[grid]]\nlauncher = "none"\nimage_size = 16\n'
         '[[grid]]\nlabel = "gpu"\ndevice = "gpu"\nranks_per_host = 99\n'
     )
     code, document = sweep.document()

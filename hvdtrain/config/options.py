@@ -209,9 +209,8 @@ class Measurement:
     monitor: str = "none"
     """power, resources, both or none
 
-    One process per host samples them: power, resources, or power,resources."""
-    monitor_idle_s: float = bounded(0.0, least=0)
-    """Seconds of idle power measured before step 0"""
+    One process per host samples them: power, resources, or power,resources. With power, the 5 s before step 0 measure
+    the idle hosts."""
     profile: str | None = None
     """N:M, steps to trace with the profiler
 
@@ -266,8 +265,6 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
             )
         if self.monitor != "none" and not set(self.monitor.split(",")) <= {"power", "resources"}:
             raise _bad(f"--monitor {self.monitor} is unknown; hint: give power, resources, power,resources or none")
-        if self.monitor_idle_s and "power" not in self.monitor:
-            raise _bad("--monitor-idle-s measures power, which is not monitored; hint: add --monitor power")
         _ = self.inference_sizes
         if self.resume and not self.run_dir:
             raise _bad("--resume without a folder; hint: give the run's folder, --resume DIR")

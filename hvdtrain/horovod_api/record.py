@@ -2,8 +2,8 @@
 
 The first optimizer calls `begin`, each step `Steps.done`, the script `log`, and the end of the script `finish`.
 Rank 0's environment counts: HVDTRAIN_RUN_DIR names the folder, HVDTRAIN_RECORD=0 turns recording off, and
-HVDTRAIN_MONITOR and HVDTRAIN_MONITOR_IDLE_S are the workloads' options. Values that the script does not log stay
-empty: the samples of a step, the wait for its batch (part of compute_s), the batch arithmetic.
+HVDTRAIN_MONITOR is the workloads' option. Values that the script does not log stay empty: the samples of a step, the
+wait for its batch (part of compute_s), the batch arithmetic.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from hvdtrain.horovod_api import exit_status, script
 from hvdtrain.horovod_api.recorder import Gather, Recorder
 from hvdtrain.strategies import Spec
 from hvdtrain.strategies.cost import Shape, elements
-from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import manifest as run_manifest
 from hvdtrain.training import run_folder
 
-VARIABLES = ("RECORD", "RUN_DIR", "RESUME", "MONITOR", "MONITOR_IDLE_S")
+VARIABLES = ("RECORD", "RUN_DIR", "RESUME", "MONITOR")
 
 _recorder: Recorder | None = None
 begun = False
@@ -62,16 +61,12 @@ def begin(
     options = world.gather({name: os.environ.get(f"HVDTRAIN_{name}") for name in VARIABLES})[0]
     if options["RECORD"] == "0":
         return None
-    try:
-        config = TrainConfig(
-            framework=world.framework,  # type: ignore[arg-type]
-            strategy=str(exchange),
-            run_dir=script.new_folder(options["RUN_DIR"], restarted=options["RESUME"] not in (None, "", "0", "false")),
-            monitor=options["MONITOR"] or "none",
-            monitor_idle_s=float(options["MONITOR_IDLE_S"] or 0),
-        )
-    except ValueError as error:
-        raise Failure(f"HVDTRAIN_MONITOR_IDLE_S is not a number: {error}", exits.BAD_CONFIG) from None
+    config = TrainConfig(
+        framework=world.framework,  # type: ignore[arg-type]
+        strategy=str(exchange),
+        run_dir=script.new_folder(options["RUN_DIR"], restarted=options["RESUME"] not in (None, "", "0", "false")),
+        monitor=options["MONITOR"] or "none",
+    )
     name = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(sys.argv[0]).stem) or "script"
     try:
         folder = run_folder.open_folder(config, name, world).resolve()  # the script may change its folder

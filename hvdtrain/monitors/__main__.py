@@ -19,7 +19,7 @@ PURPOSE = """List the power sensors and resource counters of this host, and the 
 
 examples:
   hvdtrain monitors
-  python -m hvdtrain.resnet --monitor power,resources --monitor-idle-s 30
+  python -m hvdtrain.resnet --monitor power,resources
 """
 MEASURED_S = 1.0
 UDEV_RULE = """To let all users read RAPL after every boot, add this line to /etc/udev/rules.d/90-rapl.rules.

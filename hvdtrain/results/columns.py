@@ -163,7 +163,7 @@ _RUNS = {
     ),
     "energy_used_j": _figure("energy of the devices that ranks compute on", "J", "energy of used devices (J)"),
     "power_w": _number("energy_j / sampled time", "W"),
-    "baseline_w": _number("idle power before step 0 (--monitor-idle-s)", "W"),
+    "baseline_w": _number("idle power before step 0", "W"),
     "energy_by_device": Column("", kind="object", base="J", meaning="host:device -> energy"),
     "idle_devices": _text("measured devices that no rank computes on: host:device, separated by commas"),
     "energy_absent": _text("devices whose energy was not measured, and why"),

@@ -20,6 +20,8 @@ from hvdtrain.frameworks import Profiler, Replica
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
+IDLE_S = 5.0
+"""Seconds of idle power that are measured before step 0"""
 UNOBSERVED: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
@@ -62,16 +64,17 @@ def monitoring(
 ) -> contextlib.AbstractContextManager[Any]:
     """Return a context manager that samples monitors on each host. Collective.
 
-    With --monitor-idle-s it first waits until all hosts have measured their idle power. `device`: this rank's device.
+    With power it first waits until all hosts have measured their idle power. `device`: this rank's device.
     """
     from hvdtrain import monitors
 
     monitor: Any = None
+    idle_s = IDLE_S if "power" in config.monitor else 0.0
     offers = world.gather(monitors.describe_rank(world.rank, device))
     if world.local_rank == 0:
-        monitor = monitors.Monitor(config.monitor, folder, idle_s=config.monitor_idle_s, ranks=offers)
+        monitor = monitors.Monitor(config.monitor, folder, idle_s=idle_s, ranks=offers)
     else:
-        time.sleep(config.monitor_idle_s)
+        time.sleep(idle_s)
     for unavailable in world.gather(monitor and monitor.unavailable):
         if unavailable:
             say(f"warning: --monitor {unavailable}")

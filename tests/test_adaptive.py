@@ -112,7 +112,7 @@ def test_a_link_that_becomes_slow_makes_all_ranks_choose_in_the_same_step(cluste
     tmp_path.chmod(0o755)
     words = ["launch/mpirun.sh", "-H", "a:1,b:1", sys.executable, "-m", "hvdtrain.resnet", *SMALL[:4]]
     words += ["--batch-size", "16", "--epochs", "10", "--strategy", "auto:exact", "--run-dir", str(folder)]
-    words += ["--epoch-samples", "1280", "--evaluate-samples", "32", "--checkpoint-epochs", "0"]
+    words += ["--epoch-samples", "1280", "--evaluate-samples", "32", "--checkpoint-steps", "0"]
     throttle = [str(ROOT / "tools" / "throttle.sh")]
     path = folder / "metrics" / "rank0000.jsonl"
     running = subprocess.Popen(

@@ -210,7 +210,7 @@ def test_auto_chooses_again_when_members_change(tmp_path: Path) -> None:
     folder, roles = tmp_path / "run", {"choices": [exact, local], "dies": [0, 15], "chooses": [3, 1], "stops": [1, 3]}
     flags = [*SMALL, "--strategy", "auto", "--epochs", "999", "--check-replicas", "1", "--evaluate-samples", "32"]
     words = [str(PROGRAMS / "elastic_roles.py"), str(tmp_path), json.dumps(roles), *flags, "--run-dir", str(folder)]
-    done = on_one_machine(4, *words, "--checkpoint-epochs", "0", launcher=[])
+    done = on_one_machine(4, *words, "--checkpoint-steps", "0", launcher=[])
     assert done.returncode == 75, done.stderr
     found = read_run(folder)
     first, second, *returned = found["view"]

@@ -188,7 +188,7 @@ def test_ranks_learn_the_digits_and_record_equal_losses_and_disjoint_samples(
     [
         (2, ["--epochs", "5", "--epoch-samples", "500", "--evaluate-samples", "100"], 15),
         # One step is a whole epoch, so that the signal arrives in an epoch's last step.
-        (0, ["--epochs", "4", "--batch-size", "1500", "--checkpoint-epochs", "4"], 1),
+        (0, ["--epochs", "4", "--batch-size", "1500"], 1),
     ],
 )
 def test_resumed_equals_uninterrupted(ranks: int, extra: list[str], before: int, tmp_path: Path) -> None:

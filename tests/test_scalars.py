@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 from conftest import SMALL, failing, here
+from runs import cut_off
 
 from hvdtrain import records
 from hvdtrain.config.options import TrainConfig
@@ -68,11 +69,11 @@ def test_tensorboard_shows_the_records_of_a_resumed_run_once(
 ) -> None:
     """Those of rank 0."""
     pytest.importorskip("torch")
-    run = tmp_path / "run"
-    flags = [*SMALL, "--framework", "torch", "--run-dir", str(run), "--tensorboard"]
-    flags += ["--checkpoint-epochs", "0", "--checkpoint-steps", "20"]
-    here("resnet", *flags, "--epochs", "1")
-    here("resnet", *flags, "--epochs", "2", "--resume")
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    flags = [*SMALL, "--framework", "torch", "--tensorboard", "--checkpoint-steps", "20", "--run-dir"]
+    here("resnet", *flags, str(whole), "--epochs", "1")
+    cut_off(whole, run, 20)
+    here("resnet", *flags, str(run), "--epochs", "2", "--resume")
     assert "resumed at step 20 of 60" in capsys.readouterr().err  # so steps 20 to 29 were made twice
     argv = json.loads((run / "manifest.json").read_text())["argv"]
     assert argv[-2:] == ["--epochs", "2"], "a command made of it repeats the run as it became"

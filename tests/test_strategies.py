@@ -472,7 +472,7 @@ def test_a_signal_to_mpirun_stops_a_run_and_it_resumes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_job(strategy: str, tmp_path: Path) -> None:
     """It dies during an exchange: it is stopped first, so that the other rank waits for it. It may be a server."""
-    words = ["-m", "hvdtrain.resnet", *CALM, "--epochs", "10000", "--checkpoint-epochs", "0", "--strategy", strategy]
+    words = ["-m", "hvdtrain.resnet", *CALM, "--epochs", "10000", "--checkpoint-steps", "0", "--strategy", strategy]
     with contextlib.closing(Job(command(2, [*words, "--run-dir", str(tmp_path / "job")]), tmp_path / "job")) as job:
         records = job.folder / "metrics" / "rank0001.jsonl"
         until(lambda: job.process.poll() is not None or (records.exists() and len(records.read_bytes())))
@@ -508,7 +508,7 @@ def test_the_network_carries_each_hosts_data_once(cluster: Cluster, tmp_path: Pa
     """With two ranks per host, a ring over ranks would send 1.5 times as much. Each reducer's own tests compare its
     bytes with `cost`."""
     words = ["launch/mpirun.sh", "-H", "a:2,b:2", "python", "-m", "hvdtrain.resnet", *CALM]
-    words += ["--strategy", "hierarchical", "--framework", "torch", "--checkpoint-epochs", "0", "--json", "--run-dir"]
+    words += ["--strategy", "hierarchical", "--framework", "torch", "--checkpoint-steps", "0", "--json", "--run-dir"]
     summary = document(cluster.on("a", *words, str(tmp_path / "run")))
     assert (summary["hosts"], summary["ranks"], summary["steps"]) == (2, 4, 16)
     totals = 4 * TAIL

@@ -26,7 +26,7 @@ from hvdtrain.system.commands import calling_user
 
 SMALL = '[defaults]\nframework = "torch"\nwidth = 0.125\nimage_size = "16"\nbatch_size = 96\nepochs = 1\nthreads = 1\n'
 # Two runs that succeed, and one with valid settings that diverges.
-LOCAL = f"""{SMALL}checkpoint_epochs = 0
+LOCAL = f"""{SMALL}checkpoint_steps = 0
 [[grid]]
 label = "alone"
 launcher = "none"
@@ -295,7 +295,7 @@ def test_a_full_disk_stops_the_sweep_and_it_continues_when_there_is_space(sweep:
 @pytest.mark.slow
 def test_a_sweep_starts_hosts_throttles_their_links_and_removes_them(sweep: Command) -> None:
     sweep.file.write_text(
-        f'off_percent = 50\n{SMALL}checkpoint_epochs = 0\n[cluster]\nvirtual = ["a", "b"]\n'
+        f'off_percent = 50\n{SMALL}checkpoint_steps = 0\n[cluster]\nvirtual = ["a", "b"]\n'
         '[[grid]]\nhosts = 2\nrate = ["20mbit", "unlimited"]\nbatch_size = 360\nlauncher = "launch/horovodrun.sh"\n'
     )
     code, document = sweep.document()

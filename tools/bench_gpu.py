@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 STRATEGIES = ("int8", "powersgd:rank=4", "local-sgd:every=8", "local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4")
-WORKLOAD = ["-m", "hvdtrain.resnet", "--json", "--evaluate-samples", "64", "--checkpoint-epochs", "0"]
+WORKLOAD = ["-m", "hvdtrain.resnet", "--json", "--evaluate-samples", "64", "--checkpoint-steps", "0"]
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node"]
 SAME = {"gpu": ["--image-size", "80"], "cpu": ["--width", "0.0625"]}
 """Options of workload and script"""

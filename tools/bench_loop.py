@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
 
         def ours(framework: str = framework) -> Any:
             with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
-                flags = ["--framework", framework, "--checkpoint-epochs", "0", "--json", "--run-dir", f"{folder}/run"]
+                flags = ["--framework", framework, "--checkpoint-steps", "0", "--json", "--run-dir", f"{folder}/run"]
                 return run("-m", "hvdtrain.resnet", *flags)
 
         variants = {"bare": lambda framework=framework: run("tools/bare_loop.py", framework), "hvdtrain": ours}

@@ -85,7 +85,7 @@ def train(options: argparse.Namespace, row: dict[str, Any], path: Path, steps: i
     workload, *flags = MODELS[options.model]
     words = ["launch/mpirun.sh", "-H", listed(row["hosts"]), sys.executable, "-m", f"hvdtrain.{workload}", *flags]
     words += ["--strategy", row["strategy"], "--epochs", "1", "--epoch-samples", str(BATCH * steps)]
-    words += ["--run-dir", str(path), "--checkpoint-epochs", "0", "--evaluate-samples", "16", "--json"]
+    words += ["--run-dir", str(path), "--checkpoint-steps", "0", "--evaluate-samples", "16", "--json"]
     words += ["--warmup-epochs", "0"]
     done = subprocess.run(on_host(options.name, words), cwd=ROOT, capture_output=True, text=True, check=False)
     return (done.stderr.strip().splitlines() or ["no message"])[-1] if done.returncode else None

@@ -51,7 +51,7 @@ def step_s(options: Any, framework: str, hosts: int, strategy: str, variant: str
         return float(document(on_host(options.name, [*launcher, *program]), **extra)["step_s"])
     with tempfile.TemporaryDirectory() as folder:
         program = ["-m", "hvdtrain.resnet", "--framework", framework, *MODEL, "--batch-size", BATCH, "--epochs", epochs]
-        program += ["--strategy", strategy, "--checkpoint-epochs", "0", "--evaluate-samples", "64", "--json"]
+        program += ["--strategy", strategy, "--checkpoint-steps", "0", "--evaluate-samples", "64", "--json"]
         document(on_host(options.name, [*launcher, *program, "--run-dir", f"{folder}/run"]), **extra)
         found = records.read(Path(folder, "run/metrics/rank0000.jsonl"))
         steps = [each for each in found if isinstance(each, records.Step)][WARMUP:]

@@ -133,7 +133,7 @@ def measured(model: str, row: str, rate: str, turn: int, options: argparse.Names
     folder = options.out / f"{rate}-{model}-{row}-{turn}"
     if (results := folder / "bench.json").exists():
         return dict(json.loads(results.read_text()))
-    common = ["--framework", "torch", "--epochs", "1", "--checkpoint-epochs", "0", "--threads", "1"]
+    common = ["--framework", "torch", "--epochs", "1", "--checkpoint-steps", "0", "--threads", "1"]
     program = [sys.executable, "-m", *workload(model, options), *flags, *common, "--optimizer", "sgd"]
     dry = run([*program, "--dry-run", "--json"], options, 120)
     if dry.returncode:

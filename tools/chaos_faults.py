@@ -100,14 +100,12 @@ def drawn(seed: int, rates: Sequence[str], kinds: Sequence[str]) -> Case:
     if strategy == "hierarchical" and is_slow:
         per_epoch, epochs = min(3, per_epoch), 12 // min(3, per_epoch)
     step, samples = draw.randint(3, min(20, per_epoch * epochs // 2)), per_epoch * BATCH * len(NAMES)
+    samples = (step + 1) * BATCH * len(NAMES) if kind == "disk" else samples  # the end of an epoch, which is saved
     framework = "tensorflow" if draw.random() < 0.15 else "torch"
     flags = ["--framework", framework, "--strategy", strategy, "--epochs", str(epochs), "--epoch-samples", str(samples)]
     flags += draw.choice([["--global-batch-size", str(BATCH * len(NAMES))], ["--batch-size", str(BATCH)]])
     flags += [] if kind == "evaluation" else ["--evaluate-samples", "64"]
-    flags += {
-        "checkpoint": ["--checkpoint-steps", "1"],
-        "disk": ["--checkpoint-steps", str(step + 1), "--checkpoint-epochs", "0"],
-    }.get(kind, [])
+    flags += ["--checkpoint-steps", "1"] if kind == "checkpoint" else []
     flags += ["--check-replicas", "1"]
     return Case(seed, kind, rate, strategy, framework, launcher, victims, step, samples, flags)
 

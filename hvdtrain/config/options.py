@@ -172,12 +172,10 @@ class Run:
 
     It resumes from the newest valid checkpoint, with the settings of the run. Without a folder: continue the run in
     --run-dir, or start it if there is none."""
-    checkpoint_epochs: int = bounded(1, least=0)
-    """Epochs between checkpoints; 0: none
+    checkpoint_steps: int | None = bounded(None, least=0)
+    """Steps between checkpoints within an epoch; 0: none at all
 
-    The last epoch is saved only if its number is divisible."""
-    checkpoint_steps: int = bounded(0, least=0)
-    """Steps between checkpoints; 0: none"""
+    By default a checkpoint is saved at the end of each epoch only."""
     keep_checkpoints: int = bounded(2, least=1)
     """Newest checkpoints to keep
 

@@ -62,7 +62,7 @@ def best_arrays(folder: Path, *, statistics: bool) -> Arrays:
             return arrays | (_statistics(path, manifest) if statistics else {})
         except (ValueError, OSError, KeyError) as error:
             reasons.append(f"{path.name}: {checkpoint_files.reason(error)}")
-    why = f": {'; '.join(reasons)}" if reasons else ", or the run saved none (--checkpoint-epochs 0)"
+    why = f": {'; '.join(reasons)}" if reasons else ", or the run saved none (--checkpoint-steps 0)"
     raise Failure(f"{folder} contains no valid checkpoint{why}", exits.BAD_DATA)
 
 

@@ -177,7 +177,7 @@ class Loop:
         )
         state.writer.write(record)
         at.add(record, seconds=(seconds := time.perf_counter() - began), consumed=end)
-        if (every := self._config.checkpoint_steps) and at.step % every == 0:
+        if (interval := self._config.checkpoint_steps) and at.step % interval == 0:
             state.due.save = True
         self._observe(record, seconds)
         self._last_loss = done[0].loss
@@ -200,7 +200,7 @@ class Loop:
         self._state.at.bytes_sent += done.sent_bytes
 
     def _end_epoch(self, epoch: int) -> None:
-        state, every = self._state, self._config.checkpoint_epochs
+        state = self._state
         with self._clock.span("validation"):
             loss, scores, _ = self._members.until_done(
                 lambda: self._evaluator.after_epoch(epoch, state.loader, state.plan)
@@ -221,7 +221,7 @@ class Loop:
             f"{self._metric.words(record.train_scores)}, validation {self._metric.words(scores)}, "
             f"{record.train_s:.1f} s{rate}"
         )
-        if state.due.save or (every and ((epoch + 1) % every == 0 or (self._judge and is_best))):
+        if state.due.save or self._config.checkpoint_steps != 0:
             save = Save(state, best=is_best)
             save.apply(self._members.until_done(save.run))
 
@@ -285,7 +285,7 @@ class Loop:
     def _take_best(self) -> int:
         """Load the model of the best epoch, if it was saved. Returns the number of steps after which it was."""
         state = self._state
-        if state.at.best_step == state.at.step or not self._config.checkpoint_epochs:
+        if state.at.best_step == state.at.step or self._config.checkpoint_steps == 0:
             return state.at.step
         loaded = state.checkpoints.newest(best=True)
         if loaded is None:

@@ -77,7 +77,8 @@ def begin(
         if world.rank == 0:
             print(f"hvdtrain: this run is not recorded: {message}", file=sys.stderr, flush=True)
         return None
-    world.set_run_folder(str(folder), "")
+    if world.sentinel:
+        world.sentinel.set_run_folder(str(folder), "")
     world.measure_links()
     seed, rest = script.seed_and_rest(sys.argv)
     manifest = records.Manifest(

@@ -91,7 +91,7 @@ class Recorder:
         self._monitors = contextlib.ExitStack()
         if config.monitor != "none":
             self._monitors.enter_context(observers.monitoring(config, folder, world, device, self._print))
-        self._began_unix_s, self._nic_began = time.time(), world.nic_counters()
+        self._began_unix_s, self._nic = time.time(), observers.NicBytes(world)
         self._epoch_began = self._stepped = self._trained = time.perf_counter()
         """When the epoch began, the last recorded step ended, and the last step of any optimizer did"""
         self.ended = self._failed = False
@@ -346,7 +346,7 @@ class Recorder:
         own = {
             "failure": failure,
             "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "nic": self._world.nic_bytes(self._nic_began),
+            "nic": self._nic.entry(),
             "spent": dataclasses.asdict(self._spent),
             "samples": self._rated_samples,
             "batch": self._batches.most_common(1)[0][0] if self._batches else None,

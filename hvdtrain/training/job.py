@@ -123,7 +123,8 @@ class Job(Connected):
         ranks, config = self.ranks, self.run.config
         if ranks.joining:
             job, folder = elastic.joined(self)
-            ranks.set_run_folder(str(folder), run_folder.command(folder, self.run.workload, ranks))
+            if ranks.sentinel:
+                ranks.sentinel.set_run_folder(str(folder), run_folder.command(folder, self.run.workload, ranks))
             return Loop(job, folder, replica=replica, stop=stop, judge=judge, precise_bn=precise_bn).run()
         folder = run_folder.open_folder(config, self.run.workload, ranks)
         job = self._with_measured_shares(replica) if config.shares == "measured" else self

@@ -88,7 +88,7 @@ class Loop:
         self._stop.resumable = True
         with contextlib.ExitStack() as watching:
             watching.enter_context(self._observers.watching())
-            self._began_unix_s, self._nic_began = time.time(), self._world.nic_counters()
+            self._began_unix_s, self._nic = time.time(), observers.NicBytes(self._world)
             self._members.begin()
             while state.at.epoch < self._config.epochs and not state.at.reached(self._target, self._metric):
                 if not self._epoch(state.at.epoch):
@@ -242,7 +242,7 @@ class Loop:
         split = self._dataset.test if len(self._dataset.test) else self._dataset.validation
         inference = timed_inference(self._replica, split, sizes if len(split) else [])
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        own = [world.host, rss, world.nic_bytes(self._nic_began), dataclasses.asdict(self._spent)]
+        own = [world.host, rss, self._nic.entry(), dataclasses.asdict(self._spent)]
         facts = until_done(lambda: world.gather(own))
         summary = state.at.summary(
             run_dir=str(state.folder),

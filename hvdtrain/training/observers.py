@@ -81,6 +81,22 @@ def monitoring(
     return monitor or UNOBSERVED
 
 
+class NicBytes:
+    """The bytes that the NIC of the link between hosts has sent and received since this object was made."""
+
+    def __init__(self, world: Communicator) -> None:
+        self._world = world
+        self._began = world.sentinel.nic_counters() if world.sentinel else None
+
+    def entry(self) -> dict[str, Any] | None:
+        """This host's entry of `records.Summary.nic_bytes`; None on all but its first rank, or without a link."""
+        sentinel, began = self._world.sentinel, self._began
+        if not (sentinel and began and (now := sentinel.nic_counters())):
+            return None
+        sent, received = (after - before for after, before in zip(now, began, strict=True))
+        return {"host": self._world.host, "nic": sentinel.nic, "sent_bytes": sent, "received_bytes": received}
+
+
 class Observers:
     """Runs one rank's monitors and profiler. Every rank makes one and calls the same methods."""
 

@@ -138,7 +138,8 @@ def open_folder(config: TrainConfig, workload: str, world: Communicator) -> Path
             problem = [str(failure), failure.code]
         if problems := [each for each in world.gather(problem) if each]:
             raise Failure(*problems[0])
-    world.set_run_folder(str(folder), command(folder, workload, world))
+    if world.sentinel:
+        world.sentinel.set_run_folder(str(folder), command(folder, workload, world))
     return folder
 
 

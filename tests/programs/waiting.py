@@ -28,7 +28,7 @@ def write(path: Path, text: str) -> None:
 def main(stop: lifecycle.StopSignal) -> int:
     folder, megabytes = Path(sys.argv[1]), int(sys.argv[2])
     ranks = world.connect("torch")
-    ranks.set_run_folder(str(folder), f"waiting.py {folder}")
+    ranks.sentinel.set_run_folder(str(folder), f"waiting.py {folder}")
     ranks.measure_links()
     write(folder / f"rank{ranks.rank}", str(os.getpid()))
     if megabytes:

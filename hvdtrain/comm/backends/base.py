@@ -170,7 +170,8 @@ class Communicator:
         return self._group
 
     @property
-    def _sentinel(self) -> Sentinel | None:
+    def sentinel(self) -> Sentinel | None:
+        """Watches these ranks; None for a single process."""
         return self._group.sentinel if self._group else None
 
     def shutdown(self) -> None:
@@ -244,42 +245,22 @@ class Communicator:
         reducer sums the first `size` numbers; those after them are summed exactly. Raises NotImplementedError if this
         backend cannot reduce vectors.
         """
-        self._single_process_only("sum vectors by a reducer")
+        if self.size > 1:
+            raise NotImplementedError(f"ranks joined by {self.library} cannot sum vectors by a reducer")
         if reducer is not None:
             reducer.add_residual(vector[:size])
         return 0
 
-    def _single_process_only(self, action: str) -> None:
-        if self.size > 1:
-            raise NotImplementedError(f"ranks joined by {self.library} cannot {action}")
-
-    # --- the sentinel, and the links between hosts --------------------------------------------------------------------
-
-    def set_run_folder(self, folder: str, command: str) -> None:
-        """Give the sentinel the run folder and the resume command, which it prints when it ends the job."""
-        if self._sentinel:
-            self._sentinel.set_run_folder(folder, command)
+    # --- the links between hosts --------------------------------------------------------------------------------------
 
     def measure_links(self) -> list[dict[str, Any]]:
         """Measure the goodput of each host's link: see `Sentinel.measure_links`. Collective."""
-        return self._sentinel.measure_links(self.gather) if self._sentinel else []
+        return self.sentinel.measure_links(self.gather) if self.sentinel else []
 
     @property
     def links(self) -> list[dict[str, Any]]:
         """The result of the last measurement of links; empty on a single host."""
-        return self._sentinel.links if self._sentinel else []
-
-    def nic_counters(self) -> tuple[int, int] | None:
-        """Bytes sent and received by the link's NIC; None on a single host and on all but the first rank of a host."""
-        return self._sentinel.nic_counters() if self._sentinel else None
-
-    def nic_bytes(self, since: tuple[int, int] | None) -> dict[str, Any] | None:
-        """This host's entry of `records.Summary.nic_bytes` since the counters `since`; None if they are unknown."""
-        now = self.nic_counters()
-        if not self._sentinel or since is None or now is None:
-            return None
-        sent, received = (after - before for after, before in zip(now, since, strict=True))
-        return {"host": self.host, "nic": self._sentinel.nic, "sent_bytes": sent, "received_bytes": received}
+        return self.sentinel.links if self.sentinel else []
 
 
 def digest(arrays: Mapping[str, np.ndarray]) -> str:

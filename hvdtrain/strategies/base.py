@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -65,7 +65,11 @@ class Strategy(abc.ABC):
         """`shapes`: shapes of the trainable arrays, in the model's order. `settings`: an instance of `Settings`.
         `reducer`: the reducer, if the strategy takes one."""
         self.settings = settings
-        self._world, self._shapes, self._held = world, shapes, reducer
+        self._world, self._shapes = world, shapes
+        self._reducer = cast(Reducer, reducer)  # only strategies with `takes_reducer` use it
+        self.takes_tensors = reducer is not None and reducer.takes_tensors
+        """Whether vectors may be PyTorch tensors on the replica's device (see `comm.arrays`). Otherwise they are NumPy
+        arrays."""
         self._size = elements(shapes)  # numbers of the gradients; the vector's tail follows them
 
     averages = 0
@@ -90,17 +94,6 @@ class Strategy(abc.ABC):
         `states`: the states of all earlier ranks.
         """
         return {}
-
-    @property
-    def takes_tensors(self) -> bool:
-        """Whether vectors may be PyTorch tensors on the replica's device (see `comm.arrays`). Otherwise they are NumPy
-        arrays."""
-        return False
-
-    @property
-    def _reducer(self) -> Reducer:
-        assert self._held is not None, "takes_reducer"
-        return self._held
 
     @classmethod
     @abc.abstractmethod

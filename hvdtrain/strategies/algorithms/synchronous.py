@@ -95,10 +95,6 @@ class Synchronous(Strategy):
     def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, reducer_cost: ReducerCost) -> Cost:
         return summed_cost(reducer_cost(buckets(shapes)), layout)
 
-    @property
-    def takes_tensors(self) -> bool:
-        return self._reducer.takes_tensors
-
     def buckets(self, *, late_tail: bool = False) -> list[range]:
         ranges = buckets(self._shapes)
         several_hosts = self._world.hosts_count > 1 or self._world.joining

@@ -67,6 +67,10 @@ class SolarConfig(SolarData, options.TrainConfig):
     epochs: int = bounded(6, least=1)
     batch_size: int | None = bounded(None, least=1)
     """Samples per rank and step (default: 100)"""
+    inference: str | None = None
+    """SAMPLES,... to time inference with
+
+    At the end rank 0 times the model on batches of these sizes, for example 2,64,512,1024."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,7 +81,19 @@ class SolarConfig(SolarData, options.TrainConfig):
         if self.net == "cnn" and self.window != data.SIDE:
             hint = f"leave it out: --net cnn sees maps, or {data.SIDE} windows of {data.SIDE} readings"
             raise Failure(f"--window {self.window} cannot be combined with --net cnn; hint: {hint}", exits.BAD_CONFIG)
-        _ = self.layers
+        if self.inference and self.stages > 1:
+            problem = "--inference cannot be combined with --stages, because rank 0 has only a part of the model"
+            raise Failure(f"{problem}; hint: resume the run with --stages 1", exits.BAD_CONFIG)
+        _ = self.layers, self.inference_sizes
+
+    @property
+    def inference_sizes(self) -> tuple[int, ...]:
+        """The batch sizes of --inference. Raises Failure (78)."""
+        sizes = counts(self.inference) if self.inference else ()
+        if self.inference and not sizes:
+            message = f"--inference {self.inference}: not a list of sample counts; hint: give 2,64,512"
+            raise Failure(message, exits.BAD_CONFIG)
+        return sizes
 
     @property
     def layers(self) -> tuple[int, ...] | None:
@@ -162,6 +178,7 @@ def main(stop: lifecycle.StopSignal) -> int:
             layers=numbers.layers(spec),
         ),
         metric=metric,
+        inference=config.inference_sizes,
     ).connect()
     if job is None:  # a dry run
         return exits.OK

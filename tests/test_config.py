@@ -55,8 +55,8 @@ def test_warm_up_is_linear_and_schedules_reach_their_final_rates() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        *({"lr": math.nan}, {"lr": 0.0}, {"momentum": 1.0}, {"epochs": 0}, {"seed": -1}, {"inference": "2,0"}),
-        *({"epochs": 10**400}, {"inference": "9" * 5000}),
+        *({"lr": math.nan}, {"lr": 0.0}, {"momentum": 1.0}, {"epochs": 0}, {"seed": -1}),
+        {"epochs": 10**400},
     ],
 )
 def test_values_out_of_range_are_rejected(wrong: dict[str, Any]) -> None:

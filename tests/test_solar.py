@@ -41,6 +41,14 @@ def test_the_networks_have_the_sizes_of_the_study() -> None:
             nets.pyramid(name)
 
 
+def test_inference_is_timed_with_sample_counts_and_a_whole_model() -> None:
+    for wrong in ("2,0", "x", "9" * 5000):
+        with failing(BAD_CONFIG, "not a list of sample counts; hint: "):
+            solar.SolarConfig(inference=wrong)
+    with failing(BAD_CONFIG, "only a part of the model; hint: "):
+        solar.SolarConfig(inference="2", stages=2)
+
+
 def drawn(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     draw = np.random.default_rng(1)
     maps = draw.normal(size=(count, SMALL.side, SMALL.side)).astype(np.float32)

@@ -63,7 +63,7 @@ def test_one_process_two_ranks_and_both_frameworks_learn_the_same(
         return timed(*arguments)
 
     monkeypatch.setattr(loop, "timed_inference", samples)
-    more = ["--framework", "torch", "--monitor", "resources", "--inference", "2"]
+    more = ["--framework", "torch", "--monitor", "resources"]
     alone = here("tabular", *FLAGS, *more, "--run-dir", str(tmp_path / "alone"))
     assert sampled == [file.read_bytes() for file in (tmp_path / "alone" / "monitors").iterdir()] != []
     losses = steps(tmp_path / "alone")

@@ -213,10 +213,6 @@ class Measurement:
     """N:M, steps to trace with the profiler
 
     Rank 0 writes a trace of the framework's profiler for Chrome and TensorBoard into the run folder."""
-    inference: str | None = None
-    """SAMPLES,... to time inference with
-
-    At the end rank 0 times the model on batches of these sizes, for example 2,64,512,1024."""
     tensorboard: bool = False
     """Write TensorBoard scalars too"""
 
@@ -231,14 +227,6 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
         *("framework", "run_dir", "resume", "dry_run"),
     )
     """Options that --help shows"""
-
-    @property
-    def inference_sizes(self) -> list[int]:
-        """The batch sizes of --inference. Raises Failure (78)."""
-        sizes = constraints.counts(self.inference) if self.inference else ()
-        if self.inference and not sizes:
-            raise _bad(f"--inference {self.inference}: not a list of sample counts; hint: give 2,64,512")
-        return list(sizes)
 
     def __post_init__(self) -> None:
         if isinstance(self.resume, str):
@@ -263,7 +251,6 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
             )
         if self.monitor != "none" and not set(self.monitor.split(",")) <= {"power", "resources"}:
             raise _bad(f"--monitor {self.monitor} is unknown; hint: give power, resources, power,resources or none")
-        _ = self.inference_sizes
         if self.resume and not self.run_dir:
             raise _bad("--resume without a folder; hint: give the run's folder, --resume DIR")
 

@@ -57,12 +57,6 @@ class Stages:
                 "--precision bf16 or fp32",
                 exits.BAD_CONFIG,
             )
-        if config.stages > 1 and config.inference:
-            raise Failure(
-                "--inference cannot be combined with --stages, because rank 0 has only a part of the model; hint: "
-                "resume the run with --stages 1",
-                exits.BAD_CONFIG,
-            )
         if config.stages == 1 and not config.resume and config.cut_at:
             raise Failure("--cut-at needs more than one stage; hint: add --stages", exits.BAD_CONFIG)
         return cls(config, environment, mesh, layers, parameters)

@@ -63,6 +63,8 @@ class Described:
     data: Data
     model: Model
     metric: Metric
+    inference: Sequence[int] = ()
+    """Batch sizes to time inference with at the end"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

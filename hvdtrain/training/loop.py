@@ -238,7 +238,7 @@ class Loop:
             )
         ended_unix_s = time.time()
         watching.close()
-        sizes = self._config.inference_sizes if world.rank == 0 else []
+        sizes = state.job.workload.inference if world.rank == 0 else []
         split = self._dataset.test if len(self._dataset.test) else self._dataset.validation
         inference = timed_inference(self._replica, split, sizes if len(split) else [])
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

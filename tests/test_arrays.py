@@ -14,7 +14,7 @@ from hvdtrain.strategies import parse
 
 SHAPES = [(24, 12, 3, 3), (24,), (7, 24), (7,), (5, 40)]
 SIZE = sum(int(np.prod(shape)) for shape in SHAPES)
-REDUCERS = ["hierarchical", "bf16", "int8", "int4", "powersgd:rank=1", "powersgd:rank=3,bits=4"]
+REDUCERS = ["hierarchical", "bf16", "int8", "int4", "int2", "powersgd:rank=1", "powersgd:rank=3,bits=4"]
 ROUNDS = 4
 
 

@@ -1,4 +1,4 @@
-"""Sums in 8 and 4 bits: the parts that each host says are included add up to the result."""
+"""Sums in 8, 4 and 2 bits: the parts that each host says are included add up to the result."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def totals(inputs: np.ndarray, bits: int, rest: bool = False) -> tuple[np.ndarra
 @given(
     size=st.integers(0, 700),
     hosts=st.integers(1, 5),
-    bits=st.sampled_from([32, 8, 4]),
+    bits=st.sampled_from([32, 8, 4, 2]),
     scale=st.sampled_from([1e-38, 1e-30, 1.0, 1e30]),
     seed=st.integers(0, 999),
 )
@@ -63,7 +63,7 @@ def test_included_parts_add_up_to_the_result(size: int, hosts: int, bits: int, s
 @settings(max_examples=80)
 @given(
     size=st.integers(0, 3 * 64 * quantize.AT_ONCE),
-    bits=st.sampled_from([8, 4]),
+    bits=st.sampled_from([8, 4, 2]),
     bad=st.sampled_from([0.0, np.nan, -np.inf, 1e-37, 3e38]),
     seed=st.integers(0, 999),
 )
@@ -90,7 +90,7 @@ def test_compiled_and_numpy_give_the_same_bits(size: int, bits: int, bad: float,
         assert np.array_equal(one, other, equal_nan=one.dtype == np.float32)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_multiples_of_the_scale_are_exact(bits: int) -> None:
     top = 2 ** (bits - 1) - 1
     inputs = np.zeros((3, 1000), np.float32)
@@ -113,7 +113,7 @@ def test_a_block_has_its_own_scale(bits: int) -> None:
 def test_a_short_message_is_an_error(loops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "loops", loops)
     values = normal(0, 100)
-    for bits in (8, 4):
+    for bits in (8, 4, 2):
         message = quantize.encode(values, 2, bits)
         for short in (message[:-40], message[:9], message[:0]):
             with pytest.raises(RuntimeError, match="fewer than 100 numbers"):
@@ -122,7 +122,7 @@ def test_a_short_message_is_an_error(loops: Any, monkeypatch: pytest.MonkeyPatch
         cast.decode(np.zeros(198, np.uint8), values)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_zeros_stay_zeros(bits: int) -> None:
     out, own, _ = totals(np.zeros((3, 500), np.float32), bits)
     assert not out.any()

@@ -22,7 +22,7 @@ Kind = tuple[type[Reducer], Any]
 REDUCERS: dict[str, type[Reducer]] = {name: registry.lookup(name) for name in registry.names(Reducer)}
 KINDS: dict[str, Kind] = {
     "int8": (REDUCERS["int8"], None),
-    "int4": (REDUCERS["int4"], None),
+    **{name: (REDUCERS[name], None) for name in ("int4", "int2")},
     **{f"powersgd {bits}": (PowerSGD, PowerSGD.Settings(bits=bits)) for bits in (32, 8, 4)},
 }
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -76,7 +76,7 @@ def test_nothing_is_lost(kind: Kind, seed: int, hosts: int, rounds: int, big: bo
         np.testing.assert_allclose(actual, expected, atol=rounding, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["int4", "powersgd 4"])
+@pytest.mark.parametrize("name", ["int2", "int4", "powersgd 4"])
 def test_the_mean_output_converges_to_constant_gradients(name: str) -> None:
     job, vectors = Job(KINDS[name], 4), gradients(0, 4)
     exact, total, errors = vectors.sum(axis=0, dtype=np.float64), np.zeros(vectors.shape[1]), {}

@@ -19,7 +19,7 @@ from hvdtrain.strategies.reducers.base import Reducer
 from hvdtrain.strategies.reducers.cast import BF16
 from hvdtrain.strategies.reducers.exact import Hierarchical
 from hvdtrain.strategies.reducers.powersgd import PowerSGD
-from hvdtrain.strategies.reducers.quantize import Int4, Int8
+from hvdtrain.strategies.reducers.quantize import Int2, Int4, Int8
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
@@ -29,6 +29,7 @@ REDUCERS: dict[str, type[Reducer]] = {
     "bf16": BF16,
     "int8": Int8,
     "int4": Int4,
+    "int2": Int2,
     "powersgd": PowerSGD,
 }
 DEFAULT_REDUCER = "hierarchical"

@@ -1,4 +1,4 @@
-/* The inner loops of int8, int4 and bf16: the operations of `quantize` and `bfloat16`, in the same order, so with the
+/* The inner loops of int8, int4, int2 and bf16: the operations of `quantize` and `bfloat16`, in the same order, so with the
    same bits. `compiled` builds this without contraction, which would round a product and a sum only once. */
 
 #include <math.h>
@@ -19,7 +19,7 @@ static const float TINY = 1.5e-36f;
 FOR_EACH_PROCESSOR
 void encode_integers(const float *values, int64_t size, int64_t blocks, int bits, float *scales, uint8_t *message)
 {
-    const float top = bits == 8 ? 127 : 7;
+    const float top = (1 << (bits - 1)) - 1;
     float last[LENGTH] = {0};
     for (int64_t block = 0; block < blocks; block++, values += LENGTH, size -= LENGTH) {
         const float *some = values;
@@ -47,10 +47,16 @@ void encode_integers(const float *values, int64_t size, int64_t blocks, int bits
         if (bits == 8) {
             memcpy(message, whole, LENGTH);
             message += LENGTH;
-        } else {
+        } else if (bits == 4) {
             for (int i = 0; i < LENGTH / 2; i++)
                 message[i] = (whole[2 * i] & 15) | (uint8_t)(whole[2 * i + 1] << 4);
             message += LENGTH / 2;
+        } else {
+            for (int i = 0; i < LENGTH / 4; i++) {
+                const int8_t *four = whole + 4 * i;
+                message[i] = (four[0] & 3) | (four[1] & 3) << 2 | (four[2] & 3) << 4 | (four[3] & 3) << 6;
+            }
+            message += LENGTH / 4;
         }
     }
 }
@@ -78,12 +84,17 @@ void decode_integers(const float *scales, const uint8_t *message, int64_t size, 
         if (bits == 8) {
             memcpy(whole, message, present);
             message += LENGTH;
-        } else {
+        } else if (bits == 4) {
             for (int i = 0; i < (present + 1) / 2; i++) {
                 whole[2 * i] = (int8_t)(message[i] << 4) >> 4;
                 whole[2 * i + 1] = (int8_t)message[i] >> 4;
             }
             message += LENGTH / 2;
+        } else {
+            for (int i = 0; i < (present + 3) / 4; i++)
+                for (int k = 0; k < 4; k++)
+                    whole[4 * i + k] = (int8_t)(message[i] << (6 - 2 * k)) >> 6;
+            message += LENGTH / 4;
         }
         if (present == LENGTH)
             combine(values, whole, scales[block], LENGTH, how);

@@ -1,16 +1,16 @@
-"""Sums rounded to integers of 8 or 4 bits. The rounding error is known, so it can be sent later.
+"""Sums rounded to integers of 8, 4 or 2 bits. The rounding error is known, so it can be sent later.
 
 The vector is divided into blocks of 64 numbers, and each of h hosts owns the same number of consecutive blocks. A block
-is sent as a float32 scale, 1/127 of its largest magnitude (4 bits: 1/7), and each of its numbers as the nearest
-multiple of the scale. There are two phases:
+is sent as a float32 scale, 1/127 of its largest magnitude (4 bits: 1/7, 2 bits: all of it), and each of its numbers as
+the nearest multiple of the scale. There are two phases:
 
     1. Each host sends every other owner its rounded numbers of that owner's blocks.
     2. The owner adds these to its own numbers, which are not rounded, rounds the sum, and sends it to all.
 
 So each host knows which part of its numbers the sum includes: for other owners' blocks, what it sent; for its own
 blocks, the sum minus what the others sent, which includes the error of phase 2. These parts add up to the sum over
-hosts, so error feedback loses nothing: int8 and int4 add the rest to the next vector. After a resume on other ranks,
-rank 0 gets the sum of all rests. Each host sends 2(h-1) messages of 68 bytes per block (4 bits: 36).
+hosts, so error feedback loses nothing: int8, int4 and int2 add the rest to the next vector. After a resume on other
+ranks, rank 0 gets the sum of all rests. Each host sends 2(h-1) messages of 68 bytes per block (4 bits: 36, 2 bits: 20).
 
 A block whose largest magnitude is below 1.5e-36 counts as 0. A block with NaN or infinity arrives as NaN.
 
@@ -20,7 +20,9 @@ Tang et al., "DoubleSqueeze: parallel stochastic gradient descent with double-pa
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -115,8 +117,9 @@ def encode(values: Array, blocks: int, bits: int) -> Array:
         largest[largest == 0] = xp.inf
         scaled = whole[some] * (top / largest)[:, None]
         integers = xp.astype(xp.round(scaled, out=scaled), xp.int8)
-        if bits == 4:
-            integers = integers[:, ::2] & 15 | integers[:, 1::2] << 4
+        if bits < 8:
+            parts = [(integers[:, first :: 8 // bits] & 2**bits - 1) << bits * first for first in range(8 // bits)]
+            integers = functools.reduce(operator.or_, parts)
         numbers[some] = integers
     return message
 
@@ -140,8 +143,9 @@ def decode(message: Array, into: Array, bits: int, how: int = SET) -> None:
     scales, numbers = message_parts(message, blocks)
     for some in _pieces(into, blocks):
         integers = numbers[some]
-        if bits == 4:
-            integers = xp.reshape(xp.stack([integers << 4 >> 4, integers >> 4], axis=2), (-1, LENGTH))
+        if bits < 8:
+            parts = [integers << 8 - end >> 8 - bits for end in range(bits, 9, bits)]
+            integers = xp.reshape(xp.stack(parts, axis=2), (-1, LENGTH))
         target = into[LENGTH * some.start : LENGTH * some.stop]
         terms = xp.reshape(integers * scales[some, None], (-1,))[: len(target)]
         if how == SET:
@@ -201,3 +205,9 @@ class Int4(Int8):
     """All numbers in 4 bits, a seventh of the bytes."""
 
     bits = 4
+
+
+class Int2(Int8):
+    """All numbers in 2 bits, a thirteenth of the bytes: 0, or plus or minus the largest magnitude of the block."""
+
+    bits = 2

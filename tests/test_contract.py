@@ -283,7 +283,7 @@ FEW = ("missing", "closed", "pipe", "zeros", "control characters")
 
 def is_alike(name: str, line: str) -> bool:
     if name == "results":
-        return line.split()[0] not in ("list", "show")
+        return line.split()[0] not in ("list", "show") or line == "show run @"
     return name == "train captioning" and "weights" in line
 
 

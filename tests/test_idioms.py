@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import PROGRAMS, document, launch
 
-STRATEGIES = [
-    "local-sgd:every=4",
-    "local-sgd:every=2,staleness=1",
-    "local-sgd:every=4+powersgd:rank=2",
-    "auto:exact",
-    "hierarchical",
-]
+SLOW = ("local-sgd:every=4", "local-sgd:every=4+powersgd:rank=2", "auto:exact")
+STRATEGIES = ["local-sgd:every=2,staleness=1", *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)]
 
 
-@pytest.fixture(scope="module")
-def report() -> Any:
-    return document(launch(2, ["-W", "ignore", str(PROGRAMS / "own_idioms.py"), *STRATEGIES], "forks"))
+@functools.cache
+def report(strategy: str) -> Any:
+    return document(launch(2, ["-W", "ignore", str(PROGRAMS / "own_idioms.py"), strategy], "forks"))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_idioms_equal_the_training_by_hand(strategy: str, report: Any) -> None:
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "hierarchical"])
+def test_idioms_equal_the_training_by_hand(strategy: str) -> None:
     """What the script reads, and the weights at the end."""
-    for idiom, distance in report["distances"][strategy].items():
+    for idiom, distance in report(strategy)["distances"][strategy].items():
         assert distance < 1e-6, idiom
 
 
-@pytest.mark.parametrize("strategy", [each for each in STRATEGIES if each != "hierarchical"])
-def test_what_cannot_be_averaged_is_refused_in_one_line(strategy: str, report: Any) -> None:
-    for what, message in report["messages"][strategy].items():
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_cannot_be_averaged_is_refused_in_one_line(strategy: str) -> None:
+    for what, message in report(strategy)["messages"][strategy].items():
         assert "; hint: " in message and "\n" not in message, what
 
 
-@pytest.mark.parametrize("backend", ["tcp", "mpi"])
+@pytest.mark.parametrize("backend", ["tcp", pytest.param("mpi", marks=pytest.mark.slow)])
 def test_an_unmodified_loop_that_ends_early_on_one_rank_ends_the_job(backend: str) -> None:
     extra = {"HVDTRAIN_BACKEND": backend, "HVDTRAIN_STRATEGY": "hierarchical", "HVDTRAIN_RECORD": "0"}
     done = launch(2, [str(PROGRAMS / "own_ends_early.py")], "mpirun", extra, limit_s=60)

@@ -35,6 +35,7 @@ def test_exact_exchanges_equal_one_process(strategy: str, launcher: str, tmp_pat
     assert done.stderr.count("replaces the script's communication hook fp16_compress_hook") == 1
 
 
+@pytest.mark.slow
 def test_float64_is_summed_as_float64_or_a_line_says_that_it_is_not() -> None:
     done = launch(2, ddp("hierarchical", SCRIPT, "10", "--double"), "forks")
     assert document(done)["worst"] < 1e-15
@@ -86,10 +87,6 @@ def test_what_has_no_distributed_data_parallel_is_refused(tmp_path: Path) -> Non
 def test_torchrun_starts_on_two_hosts_and_ends_when_asked(cluster: Cluster, tmp_path: Path) -> None:
     """All ranks end with the job, also after a signal."""
     words = ["hvdtrain", "launch", "torchrun", "--grace", "5", "-H", "a:1,b:1", "--strategy"]
-    done = cluster.on("a", *words, "hierarchical", SCRIPT, "10")
-    report = document(done)
-    assert all(report["equal"])
-    assert report["worst"] < 1e-6
     done = cluster.on("a", *words, "auto:exact", SCRIPT, "30")  # after 12 steps DistributedDataParallel exchanges
     report = document(done)
     assert all(report["equal"])

@@ -164,17 +164,8 @@ def test_a_host_that_becomes_slow_stays_with_a_smaller_share(tmp_path: Path) -> 
 def test_a_host_that_came_back_and_hangs_is_put_out_again(tmp_path: Path) -> None:
     """The others wait for it, and none of them ends. It comes back once more."""
     folder, roles = tmp_path / "run", json.dumps({"dies": [2, 15], "hangs": [2, 5]})
-    flags = [
-        *SMALL,
-        "--strategy",
-        "hierarchical",
-        "--epochs",
-        "999",
-        "--check-replicas",
-        "1",
-        "--evaluate-samples",
-        "32",
-    ]
+    flags = [*SMALL, "--strategy", "hierarchical", "--epochs", "999", "--check-replicas", "1"]
+    flags += ["--evaluate-samples", "32"]
     words = [str(PROGRAMS / "elastic_roles.py"), str(tmp_path), roles, *flags]
     command = ["launch/mpirun.sh", "--elastic", "--quiet", "-H", "127.0.0.1:1,127.0.0.2:1,127.0.0.3:1", sys.executable]
     with (tmp_path / "errors").open("w+") as errors:

@@ -169,7 +169,9 @@ def test_stopped_ranks_and_killed_launchers_end_the_job(start: Callable[..., Job
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", "horovodrun --gloo"])
+@pytest.mark.parametrize(
+    "launcher", ["mpirun", pytest.param("horovodrun", marks=pytest.mark.slow), "horovodrun --gloo"]
+)
 def test_a_killed_rank_ends_the_job_on_all_hosts(launcher: str, cluster: Cluster, start: Callable[..., Job]) -> None:
     job = start(launcher, cluster)
     os.kill(job.ranks(3)[2], signal.SIGKILL)

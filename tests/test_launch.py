@@ -190,18 +190,8 @@ def test_secrets_among_the_settings_are_not_in_the_manifest() -> None:
     for text in ("[" * 100_000, "7"):
         assert launched_by.from_environment({launched_by.VARIABLE: text}) == {}
     show = f"{sys.executable} -c 'import os; print(os.environ[\"{launched_by.VARIABLE}\"])'"
-    words = [
-        "launch/mpirun.sh",
-        "-np",
-        "1",
-        "--set",
-        "MY_API_KEY=s3cret",
-        "--set",
-        "MINE=m",
-        "-x",
-        "URL=s3cret",
-        *shlex.split(show),
-    ]
+    words = ["launch/mpirun.sh", "-np", "1", "--set", "MY_API_KEY=s3cret", "--set", "MINE=m", "-x", "URL=s3cret"]
+    words += shlex.split(show)
     done = finished(words)
     assert '"MINE"' in done.stdout and "s3cret" not in done.stdout + done.stderr, done.stderr
 
@@ -409,23 +399,14 @@ def test_mpirun_is_ended_after_the_loss_of_a_host(tmp_path: Path, lost: str, cod
 
 WITHOUT_SIZE = ["env", "-u", "OMPI_COMM_WORLD_SIZE", "-u", "PMIX_RANK"]
 """A wrapper that loses variables, as a container runtime may: each rank then finds itself alone"""
+ONE_HOST = "asked for 2 hosts, but this job has 1; hint: check that the names"
 
 
 @pytest.mark.parametrize(
     ("hosts", "wrapper", "strategy", "reason"),
     [
-        (
-            "localhost:1,127.0.0.1:1",
-            [],
-            "powersgd",
-            "asked for 2 hosts, but this job has 1; hint: check that the names",
-        ),
-        (
-            "localhost:1,127.0.0.1:1",
-            [],
-            "allreduce",
-            "asked for 2 hosts, but this job has 1; hint: check that the names",
-        ),
+        ("localhost:1,127.0.0.1:1", [], "powersgd", ONE_HOST),
+        pytest.param("localhost:1,127.0.0.1:1", [], "allreduce", ONE_HOST, marks=pytest.mark.slow),
         ("localhost:2", WITHOUT_SIZE, "allreduce", "asked for 2 ranks, but this job has 1; hint: pass the launcher's"),
     ],
 )
@@ -461,7 +442,7 @@ def test_lost_hosts_do_not_answer(cluster: Cluster) -> None:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("strategy", ["powersgd", "allreduce"])
+@pytest.mark.parametrize("strategy", ["powersgd", pytest.param("allreduce", marks=pytest.mark.slow)])
 def test_hosts_whose_short_names_are_equal_are_two_hosts(strategy: str, tmp_path: Path) -> None:
     lab = Cluster(unique())
     names = ("node.a.lab", "node.b.lab")

@@ -205,7 +205,9 @@ def test_keras_twin(rest: Any, tmp_path: Path) -> None:
 RUN = [*SMALL, "--optimizer", "muon", "--lr", "0.02", "--epochs", "2", "--epoch-samples", "240", "--ema", "0.9"]
 
 
-@pytest.mark.parametrize(("framework", "precision"), [("torch", "fp32"), ("tensorflow", "fp16")])
+@pytest.mark.parametrize(
+    ("framework", "precision"), [("torch", "fp32"), pytest.param("tensorflow", "fp16", marks=pytest.mark.slow)]
+)
 def test_muon_trains_and_a_resumed_run_equals_the_uninterrupted_one(
     framework: str, precision: str, tmp_path: Path
 ) -> None:

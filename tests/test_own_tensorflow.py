@@ -84,6 +84,7 @@ def test_a_single_step_moves_the_weights_by_the_sum(strategy: str, program: list
     }
 
 
+@pytest.mark.slow
 def test_buckets_are_sent_while_backward_computes_with_the_sums_of_one_process() -> None:
     """The program compares, and raises if a check fails."""
     done = launch(2, [str(PROGRAMS / "own_overlap_keras.py")], "mpirun", {"HVDTRAIN_STRATEGY": "hierarchical"})

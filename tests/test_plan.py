@@ -325,6 +325,7 @@ def test_exact_sums_stay_unless_another_strategy_is_clearly_faster() -> None:
     assert sent == sorted(sent) and len(set(sent)) > 3, "a faster link is used for more bytes"
 
 
+@pytest.mark.slow
 def test_all_ranks_choose_alike_and_bytes_are_as_predicted(tmp_path: Path) -> None:
     flags = ["--width", "0.125", "--epochs", "1", "--epoch-samples", "384", "--batch-size", "16"]
     names = ["hierarchical", "int8", "powersgd:rank=4"]

@@ -80,6 +80,7 @@ for step in range(200):
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_a_script_under_a_quota_has_the_launchers_threads_and_steps_that_its_quota_allows(
     tmp_path: Path, half_core: tuple[Path, list[str]]
 ) -> None:

@@ -29,6 +29,7 @@ def trained(*words: str, launcher: str = "forks", strategy: str = "") -> dict[st
 
 
 @needs_text
+@pytest.mark.slow
 def test_accumulation_and_exact_sums_equal_ddp_with_the_larger_batch() -> None:
     exact = ["--batch", "24", "--steps", "2", "--evaluate", "2", "--lr", "1e-3", "--warm-up", "1"]
     accumulated = ["--method", "accumulate:3", "--steps", "6", "--evaluate", "6", "--lr", "1e-3", "--warm-up", "1"]

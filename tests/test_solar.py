@@ -109,6 +109,7 @@ FLAGS += ["--warmup-epochs", "0", "--lr", "0.01", "--checkpoint-steps", "9", "--
 FLAGS += ["--inference", "2,64"]
 
 
+@pytest.mark.slow
 def test_ranks_frameworks_and_a_resumed_run_learn_the_same(tmp_path: Path) -> None:
     """The forecasts beat persistence on readings that no training window contains."""
     losses = {}
@@ -151,10 +152,3 @@ def test_tensorflow_s_stages_equal_the_whole_cnn() -> None:
     known, *others = [stepped("tensorflow", make, row, border, batch, metric) for border in range(len(row))]
     for found in others:
         np.testing.assert_allclose(found, known, rtol=1e-5, atol=1e-6)
-
-
-def hvdtrain(folder: Path, *words: str) -> str:
-    """Runs the command with separate locks, so that sweeps of other tests do not interfere."""
-    done = launch(0, ["-m", "hvdtrain.cli", *words], extra={"TMPDIR": str(folder)}, limit_s=300)
-    assert done.returncode == 0, done.stderr + done.stdout
-    return done.stdout

@@ -39,7 +39,6 @@ from hvdtrain.strategies.algorithms.local_sgd import LocalSGD
 from hvdtrain.strategies.cost import elements
 from hvdtrain.training.framework import make_replica
 
-FRAMEWORKS = ("torch", "tensorflow")
 LAUNCHED = {"torch": (3, 2, "mpirun"), "tensorflow": (2, 1, "horovodrun --gloo")}
 """Ranks, ranks per host, and the launcher. With PyTorch one host has two ranks and the other has one."""
 # With a small learning rate and blocks that start as the identity, equal programs stay equal (see
@@ -117,7 +116,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Runs]:
     return functools.cache(lambda framework: train(framework, tmp_path_factory.mktemp("runs")))
 
 
-@pytest.fixture(params=FRAMEWORKS)
+@pytest.fixture(params=["torch", pytest.param("tensorflow", marks=pytest.mark.slow)])
 def runs(request: pytest.FixtureRequest, trained: Callable[[str], Runs]) -> Runs:
     return trained(request.param)
 
@@ -167,7 +166,11 @@ def test_hierarchical_sends_the_sum_of_its_host_once(runs: Runs) -> None:
     assert sent == [(vector, (per_host - 1) * vector)] * 16
 
 
-@pytest.mark.parametrize(("runs", "name"), CUTS, indirect=["runs"])
+@pytest.mark.parametrize(
+    ("runs", "name"),
+    [pytest.param(*cut, marks=[pytest.mark.slow] * (cut[0] == "tensorflow")) for cut in CUTS],
+    indirect=["runs"],
+)
 def test_a_resumed_run_equals_one_that_was_never_interrupted(runs: Runs, name: str) -> None:
     stopped_at = RESUMED[name][1]
     cut = f"{name}, {'killed' if stopped_at is None else 'stopped'}"

@@ -52,6 +52,7 @@ def summary(folder: Path) -> Any:
     return read_run(folder)["summary"][-1]
 
 
+@pytest.mark.slow
 def test_one_process_two_ranks_and_both_frameworks_learn_the_same(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +79,7 @@ def test_one_process_two_ranks_and_both_frameworks_learn_the_same(
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.slow
 def test_resumed_equals_uninterrupted(framework: str, runs: Path) -> None:
     whole, cut = runs / framework / "allreduce", runs / framework / "cut"
     (again,) = read_run(cut)["resumed"]
@@ -101,6 +103,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_scores_of_another_file_equal_scikit_learns_in_both_frameworks(
     runs: Path, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,6 +133,7 @@ def test_scores_of_another_file_equal_scikit_learns_in_both_frameworks(
         assert [scores[f"{kind}{ending}"] for kind in ("precision", "recall", "f1")] == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_predictions_need_no_classes_and_other_columns_are_errors(runs: Path, other: Path, tmp_path: Path) -> None:
     run, out = str(runs / "tensorflow" / "allreduce"), tmp_path / "out.csv"
 

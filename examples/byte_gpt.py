@@ -64,7 +64,7 @@ def rows_of(text):
 
 
 def diloco(model, optimizer, every):
-    """torchft's DiLoCo, which averages in hooks of the optimizer. Each rank is a replica group of its own.
+    """torchft's DiLoCo with a tuned outer step, which averages in hooks of the optimizer. Each rank is a replica group.
 
     Returns all servers and clients: if one is garbage-collected, the other ranks wait for it.
     """
@@ -91,7 +91,6 @@ def diloco(model, optimizer, every):
         lighthouse_addr=address[0],
         init_sync=False,
     )
-    # chosen by steps to a loss; its authors' 0.9 of momentum needs more
     outer = torch.optim.SGD(model.parameters(), lr=0.7 if every < 16 else 0.9, momentum=0.6, nesterov=True)
     return DiLoCo(manager, [model], optimizer, outer, every).__enter__(), manager, lighthouse, store
 

@@ -41,8 +41,7 @@ from hvdtrain.system.rates import parse_rate
 HOSTS, ONE = "abcd", "one host"
 RIVALS = ["ddp", "fp16", *(f"accumulate:{k}{hook}" for hook in ("", "+fp16") for k in (2, 4, 8))]
 RIVALS += [f"powersgd:{rank}" for rank in (1, 2, 4, 8)]
-RIVALS += [f"{how}:{every}" for how in ("postlocal", "accelerate") for every in (8, 16)]
-RIVALS += [f"diloco:{every}" for every in (8, 16, 32, 64)]
+RIVALS += [f"{how}:{every}" for how in ("postlocal", "accelerate", "diloco") for every in (8, 16, 32, 64)]
 OURS = {
     "hvdtrain balanced": "int4",
     "hvdtrain int2": "int2",

@@ -41,7 +41,7 @@ from hvdtrain.training.framework import make_replica
 
 SLOW, FAST = Link.of_rate(10e6), Link.of_rate(1e9)
 SHAPES = [list(shape) for shape in parameters(ResNetSpec(channels=1, classes=10, width=0.125)).values()]
-CODING = {"hierarchical": 0.002, "bf16": 0.003, "int8": 0.01, "int4": 0.012, "powersgd:rank=16": 0.02}
+CODING = {"hierarchical": 0.002, "bf16": 0.003, "int8": 0.01, "int4": 0.012, "int2": 0.012, "powersgd:rank=16": 0.02}
 CODING |= {"powersgd:rank=4": 0.008, "powersgd:rank=12,bits=4": 0.02, "powersgd:rank=16,bits=4": 0.02}
 STRATEGIES = [*learning.SHOWN, "allreduce", "native", "central", "async-ps"]
 

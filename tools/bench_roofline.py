@@ -46,8 +46,8 @@ OURS = {
     "hvdtrain balanced": "int4",
     "hvdtrain int2": "int2",
     "hvdtrain powersgd": "powersgd:rank=16",
-    "hvdtrain every=8": "local-sgd:every=8,outer_lr=0.7,outer_momentum=0.6+int2",
-    "hvdtrain fast": "local-sgd:every=16,outer_lr=0.8,outer_momentum=0.6+int2",
+    "hvdtrain fast": "local-sgd:every=8,outer_lr=0.7,outer_momentum=0.6+int2",
+    "hvdtrain every=16": "local-sgd:every=16,outer_lr=0.8,outer_momentum=0.6+int2",
 }
 PERIOD = r"(?:every=|accumulate:|postlocal:|accelerate:|diloco:)(\d+)"
 EVALUATE, WARM_UP, MOST_S = 32, 16, 1800

@@ -31,7 +31,7 @@ REPEATS = 6
 REDUCER_S = 1.5
 """Time after which a reducer is not measured again"""
 START_S = 60.0
-RECORDED_NS = {"hierarchical": 0.4, "bf16": 0.8, "int8": 1.1, "int4": 1.0, "int2": 0.9, "powersgd": 0.2}
+RECORDED_NS = {"hierarchical": 0.4, "bf16": 0.8, "int8": 1.1, "int4": 1.0, "int2": 1.0, "powersgd": 0.2}
 """Processor time by which `work` multiplies, from `make bench-coding` (Xeon, one thread, compiled loops). powersgd is
 the value of rank 4, rank 24 takes 0.08"""
 

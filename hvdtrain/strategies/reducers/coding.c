@@ -52,9 +52,11 @@ void encode_integers(const float *values, int64_t size, int64_t blocks, int bits
                 message[i] = (whole[2 * i] & 15) | (uint8_t)(whole[2 * i + 1] << 4);
             message += LENGTH / 2;
         } else {
+            uint32_t fours[LENGTH / 4]; /* of a little-endian processor, so that the loop is vectorized */
+            memcpy(fours, whole, LENGTH);
             for (int i = 0; i < LENGTH / 4; i++) {
-                const int8_t *four = whole + 4 * i;
-                message[i] = (four[0] & 3) | (four[1] & 3) << 2 | (four[2] & 3) << 4 | (four[3] & 3) << 6;
+                const uint32_t four = fours[i] & 0x03030303;
+                message[i] = four | four >> 6 | four >> 12 | four >> 18;
             }
             message += LENGTH / 4;
         }
@@ -91,9 +93,14 @@ void decode_integers(const float *scales, const uint8_t *message, int64_t size, 
             }
             message += LENGTH / 2;
         } else {
-            for (int i = 0; i < (present + 3) / 4; i++)
-                for (int k = 0; k < 4; k++)
-                    whole[4 * i + k] = (int8_t)(message[i] << (6 - 2 * k)) >> 6;
+            uint32_t fours[LENGTH / 4] = {0};
+            for (int i = 0; i < (present + 3) / 4; i++) {
+                const uint32_t four = message[i];
+                fours[i] = (four | four << 6 | four << 12 | four << 18) & 0x03030303;
+            }
+            memcpy(whole, fours, LENGTH);
+            for (int i = 0; i < LENGTH; i++)
+                whole[i] = (int8_t)((whole[i] ^ 2) - 2);
             message += LENGTH / 4;
         }
         if (present == LENGTH)

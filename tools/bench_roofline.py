@@ -48,6 +48,7 @@ OURS = {
     "hvdtrain powersgd": "powersgd:rank=16",
     "hvdtrain fast": "local-sgd:every=8,outer_lr=0.7,outer_momentum=0.6+int2",
     "hvdtrain every=16": "local-sgd:every=16,outer_lr=0.8,outer_momentum=0.6+int2",
+    **{f"hvdtrain every={n} int4": f"local-sgd:every={n},outer_lr=0.7,outer_momentum=0.6+int4" for n in (8, 16)},
 }
 PERIOD = r"(?:every=|accumulate:|postlocal:|accelerate:|diloco:)(\d+)"
 EVALUATE, WARM_UP, MOST_S = 32, 16, 1800
@@ -172,9 +173,6 @@ def times(options: Any) -> None:
             keep(options, kind="time", method=method, rate=rate, **means)
         except Failure as failure:
             say(str(failure))
-
-
-# --- their products ---------------------------------------------------------------------------------------------------
 
 
 def seconds(options: Any, method: str, rate: str, steps: float) -> float:

@@ -52,7 +52,7 @@ void encode_integers(const float *values, int64_t size, int64_t blocks, int bits
                 message[i] = (whole[2 * i] & 15) | (uint8_t)(whole[2 * i + 1] << 4);
             message += LENGTH / 2;
         } else {
-            uint32_t fours[LENGTH / 4]; /* of a little-endian processor, so that the loop is vectorized */
+            uint32_t fours[LENGTH / 4]; /* four numbers at a time, which vectorizes; assumes a little-endian processor */
             memcpy(fours, whole, LENGTH);
             for (int i = 0; i < LENGTH / 4; i++) {
                 const uint32_t four = fours[i] & 0x03030303;

@@ -155,7 +155,6 @@ MISTAKES = [
     ("throttle 10 --dev lo --dry-run", 2, "has no unit"),
     ("throttle clear --for 5m", 2, "--for needs a rate"),
     ("throttle 10mbit --for 0s --dry-run", 2, "from 1s to a week"),
-    ("throttle --down 10mbit --delay 5ms --dry-run", 2, "give its rate too"),
     ("throttle 10mbit --hosts 'a;b' --dev eth1 --dry-run", 2, "not a host name"),
     ("throttle 10mbit --dev eth0 --name tnone --dry-run", 2, "give one"),
     ("slurm -N 2", 2, "no command after --"),

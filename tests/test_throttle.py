@@ -37,18 +37,6 @@ def test_burst_and_queue_follow_from_the_rate(rate: int, mtu: int) -> None:
     assert limit < 2**32 and burst < 2**32, "tc's numbers have 32 bits"
 
 
-def test_delay_and_loss_are_inside_the_bucket_with_room_for_delayed_packets() -> None:
-    slow = Shape(rate_bit_s=10_000_000, delay_ms=50, loss_percent=0.1)
-    (command,) = words(qdisc.netem_commands("ns", "eth0", slow, 1500, []))
-    assert command.startswith("tc -netns ns qdisc replace dev eth0 parent 4876:1 handle 4877: netem limit ")
-    assert command.endswith(" delay 50ms loss 0.1%")
-    assert int(command.split("limit ")[1].split()[0]) * 1514 >= 10_000_000 / 8 * 0.050
-    now = [{"kind": "netem", "handle": "4877:", "parent": "4876:1"}]
-    (without,) = words(qdisc.netem_commands("ns", "eth0", TEN, 1500, now))
-    assert "parent 4876:1" in without and "bfifo" in without
-    assert qdisc.netem_commands("ns", "eth0", TEN, 1500, []) == []
-
-
 def test_the_shortest_time_of_a_short_message() -> None:
     """64 kB are 45 frames. 3028 bytes pass at once, the rest at 10 Mbit/s."""
     size = 64_000

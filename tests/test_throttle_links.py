@@ -163,19 +163,6 @@ def test_mistakes_change_nothing(machine: Machine) -> None:
     assert machine.queues() == original and not list(machine.state.glob("*"))
 
 
-def test_netem_is_tried_before_anything_is_touched(machine: Machine) -> None:
-    """If the kernel has netem, it is set. If not, the error names the module and nothing changes."""
-    original = machine.queues()
-    done = machine.throttle("10mbit", "--delay", "5ms", "--dev", "v0")
-    if qdisc.has_netem():
-        assert done.returncode == 0 and '"netem"' in machine.queues()
-        assert machine.throttle("10mbit", "--dev", "v0").returncode == 0 and '"netem"' not in machine.queues()
-        machine.throttle("clear")
-    else:
-        assert done.returncode == 69 and "sch_netem" in done.stderr and done.stderr.count("\n") == 1
-    assert machine.queues() == original
-
-
 # --- protection of the user's own connection -------------------------------------------------------------------------
 
 

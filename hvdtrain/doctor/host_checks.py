@@ -342,8 +342,6 @@ def throttled(where: str, facts: Facts) -> list[Check]:
     if not throttle:
         return []
     parts = [f"{way} {throttle[f'{way}_mbit']:g} Mbit/s" for way in ("up", "down") if throttle.get(f"{way}_mbit")]
-    parts += [f"{throttle['delay_ms']:g} ms delay"] if throttle.get("delay_ms") else []
-    parts += [f"{throttle['loss_percent']:g} % loss"] if throttle.get("loss_percent") else []
     what = f"a throttle is set on {throttle.get('dev', 'its interface')}: {', '.join(parts) or 'no limits'}"
     fix = "if you do not need it any more: tools/throttle.sh clear"
     return [Check(name="throttle", status=WARN, where=where, what=what, fix=fix, facts=dict(throttle))]

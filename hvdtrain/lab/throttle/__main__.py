@@ -35,14 +35,11 @@ def document(dev: str, up: Shape | None, down: Shape | None, mtu: int = 1500) ->
     """Content of a host's throttle.json: rates in Mbit/s (null: unlimited), bucket sizes of the slower direction."""
     shapes = [shape for shape in (up, down) if shape]
     slowest = min(shape.rate_bit_s for shape in shapes) if shapes else None
-    netem = up or down
     return {
         "schema": SCHEMA,
         "dev": dev,
         "up_mbit": up.rate_bit_s / 1e6 if up else None,
         "down_mbit": down.rate_bit_s / 1e6 if down else None,
-        "delay_ms": netem.delay_ms if netem else None,
-        "loss_percent": netem.loss_percent if netem else None,
         "burst_bytes": qdisc.burst_bytes(slowest, mtu) if slowest else None,
         "limit_bytes": qdisc.limit_bytes(slowest, mtu) if slowest else None,
         "set_utc": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -142,12 +139,6 @@ def throttle(options: argparse.Namespace) -> int:
     find("ip")
     if options.dry_run and os.geteuid():
         return _dry_run_without_root(selected, requested)
-    if requested["up"] and requested["up"].netem and not qdisc.has_netem():
-        raise Failure(
-            "this kernel has no netem (module sch_netem), which --delay and --loss need; hint: omit them, or try "
-            "sudo modprobe sch_netem (Fedora: dnf install kernel-modules-extra)",
-            exits.UNREACHABLE,
-        )
     files: dict[Path, str | None] = {}
     for target in selected:
         if target.direction == "up":  # this device has the name that the host sees
@@ -182,8 +173,7 @@ def _dry_run_without_root(selected: list[LinkTarget], requested: Mapping[str, Sh
         if shape and target.redirect:
             run_all(qdisc.ingress_commands(None, target.dev, "hvdifb0", shape, 1500, exists=False), dry_run=True)
         elif shape:
-            shaping = shape_commands(target.netns, target.dev, shape.rate_bit_s)
-            run_all(shaping + qdisc.netem_commands(target.netns, target.dev, shape, 1500, []), dry_run=True)
+            run_all(shape_commands(target.netns, target.dev, shape.rate_bit_s), dry_run=True)
     print("throttle: without root, these are the commands for links that are not throttled yet", file=sys.stderr)
     return exits.OK
 

@@ -179,7 +179,6 @@ def _verify_route(route: Route, options: argparse.Namespace, *, short: bool) -> 
     expected = goodput_one_way(route.rate_bit_s, result["payload_bytes"])
     measured = result["bit_s"]
     off = (measured / expected - 1) * 100
-    lossy = any(link.shape and link.shape.netem for link in route.links)
     messages = []
     for size, took in zip(sizes, result["messages_s"], strict=True):
         least = least_s(size, route.rate_bit_s, route.burst_bytes)
@@ -191,8 +190,7 @@ def _verify_route(route: Route, options: argparse.Namespace, *, short: bool) -> 
         "goodput_mbit": measured / 1e6,
         "off_percent": off,
         "messages": messages,
-        # With a delay or loss TCP may be slower than the rate, so only an excess is an error.
-        "ok": (off if lossy else abs(off)) <= options.tolerance and all(message["ok"] for message in messages),
+        "ok": abs(off) <= options.tolerance and all(message["ok"] for message in messages),
     }
 
 
@@ -288,8 +286,6 @@ def _line(row: dict[str, Any]) -> str:
         text = f"{where}: not throttled"
     else:
         text = f"{where} {about['dev']}: asked up {rate(about['up_mbit'])}, down {rate(about['down_mbit'])}"
-        for name, unit in (("delay_ms", " ms delay"), ("loss_percent", " % loss")):
-            text += f", {about[name]:g}{unit}" if about[name] else ""
     if row["set"] is None:
         text += "; set: unknown (needs root, outside of the hosts)"
     elif about or any(row["set"].values()):

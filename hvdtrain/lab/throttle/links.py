@@ -100,8 +100,7 @@ def plan(link: Link, shape: Shape | None) -> list[Command]:
     current = qdisc.read(netns, dev)
     if link.ifb is None:
         if shape:
-            shaping = qdisc.shape_commands(netns, dev, shape.rate_bit_s, link.mtu)
-            return shaping + qdisc.netem_commands(netns, dev, shape, link.mtu, current)
+            return qdisc.shape_commands(netns, dev, shape.rate_bit_s, link.mtu)
         # If another program has replaced the token bucket, its queue is left alone.
         return [qdisc.tc(netns, "qdisc", "del", "dev", dev, "root")] if qdisc.is_ours(current) else []
     devices = json.loads(run(qdisc.ip(netns, "-json", "link", "show")))

@@ -20,7 +20,7 @@ import json
 from typing import Any
 
 from hvdtrain.system import exits
-from hvdtrain.system.commands import Command, find, run
+from hvdtrain.system.commands import Command, run
 from hvdtrain.system.exits import Failure
 
 Qdisc = dict[str, Any]
@@ -28,7 +28,6 @@ Qdisc = dict[str, Any]
 
 HANDLE = "4876:"
 """"Hv" in hexadecimal. It marks the throttle's own queue. It is constant, so a new rate changes the queue in place."""
-NETEM_HANDLE = "4877:"
 BURST_S = 0.002
 LARGE_BURST_BYTES = 125_000
 LARGE_BURST_S = 0.001
@@ -42,21 +41,9 @@ VOLATILE = {"bytes", "packets", "drops", "overlimits", "requeues", "backlog", "q
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Target state of one direction of a link. A delay or loss needs the kernel module netem."""
+    """Target state of one direction of a link."""
 
     rate_bit_s: int
-    delay_ms: float | None = None
-    loss_percent: float | None = None
-
-    @property
-    def netem(self) -> list[str]:
-        """Parameters of netem (tc-netem(8)). Empty without a delay or loss."""
-        words = []
-        if self.delay_ms is not None:
-            words += ["delay", f"{self.delay_ms:g}ms"]
-        if self.loss_percent is not None:
-            words += ["loss", f"{self.loss_percent:g}%"]
-        return words
 
 
 def burst_bytes(rate_bit_s: int, mtu: int = 1500) -> int:
@@ -87,21 +74,6 @@ def shape_commands(netns: str | None, dev: str, rate_bit_s: int, mtu: int = 1500
     sizes = ["burst", str(burst_bytes(rate_bit_s, mtu)), "limit", str(limit_bytes(rate_bit_s, mtu))]
     root = ["qdisc", "replace", "dev", dev, "root", "handle", HANDLE]
     return [tc(netns, *root, "tbf", "rate", f"{rate_bit_s}bit", *sizes)]
-
-
-def netem_commands(netns: str | None, dev: str, shape: Shape, mtu: int, current: list[Qdisc]) -> list[Command]:
-    """Add a delay and loss inside the token bucket, so that a packet waits for its delay and its turn simultaneously.
-
-    If `shape` has neither, remove the ones that an earlier throttle has set.
-    """
-    inner = ["qdisc", "replace", "dev", dev, "parent", f"{HANDLE}1", "handle"]
-    if shape.netem:
-        delayed = shape.rate_bit_s * (shape.delay_ms or 0) / 8000
-        frames = round((limit_bytes(shape.rate_bit_s, mtu) + delayed) / (mtu + ETHERNET_BYTES)) + 1
-        return [tc(netns, *inner, NETEM_HANDLE, "netem", "limit", str(frames), *shape.netem)]
-    if any(qdisc.get("handle") == NETEM_HANDLE for qdisc in current):
-        return [tc(netns, *inner, "4878:", "bfifo", "limit", str(limit_bytes(shape.rate_bit_s, mtu)))]
-    return []
 
 
 def ingress_commands(netns: str | None, dev: str, ifb: str, shape: Shape, mtu: int, *, exists: bool) -> list[Command]:
@@ -165,17 +137,6 @@ def is_ingress(qdisc: Qdisc) -> bool:
 def rate_of(qdiscs: list[Qdisc]) -> int | None:
     """Rate of the throttle's token bucket in bit/s. None if the device has none."""
     return int(root_of(qdiscs)["options"]["rate"]) * 8 if is_ours(qdiscs) else None
-
-
-def has_netem() -> bool:
-    """Whether the kernel has netem. Tries it in a temporary network namespace. Needs root."""
-    try:
-        run(["unshare", "--net", find("tc"), "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"])
-    except Failure as failure:
-        if failure.code == exits.NO_PERMISSION:
-            raise
-        return False
-    return True
 
 
 def remove_ingress_commands(netns: str | None, dev: str, ifb: str, *, ingress: bool, redirect: bool) -> list[Command]:

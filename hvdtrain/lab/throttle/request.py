@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from hvdtrain.lab import virtual
@@ -40,8 +38,6 @@ def parser() -> Parser:
     add("what", nargs="?", metavar="RATE|show|verify|clear", help="a rate such as 10mbit, or an action")
     add("--up", metavar="RATE", help="rate at which a host sends; `none`: unlimited")
     add("--down", metavar="RATE", help="rate at which a host receives; `none`: unlimited")
-    add("--delay", metavar="TIME", help="delay of every packet that a host sends, e.g. 5ms (needs the kernel's netem)")
-    add("--loss", metavar="PERCENT", help="share of sent packets to drop, e.g. 0.1%% (needs netem)")
     add("--for", dest="duration", metavar="TIME", help="restore the original queues after, e.g., 90s, 10m or 2h")
     add("--name", help="the virtual cluster (default: your only running one, except clusters of a sweep)")
     add("--host", metavar="A,B", help="only these hosts of the virtual cluster")
@@ -57,16 +53,12 @@ def parser() -> Parser:
     return top
 
 
-def _quantity(text: str, units: Mapping[str, float], example: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z%]+)", text.strip().lower(), re.ASCII)
-    if match is None or match[2] not in units:
-        raise Failure(f"'{text}' is not a number with a unit; hint: write for example {example}", exits.USAGE)
-    return float(match[1]) * units[match[2]]
-
-
 def seconds(text: str) -> float:
     """Parse `90s`, `10m` or `2h` to seconds. Raises Failure (2)."""
-    duration_s = _quantity(text, {"s": 1, "m": 60, "min": 60, "h": 3600}, "90s, 10m or 2h")
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|min|h)", text.strip().lower(), re.ASCII)
+    if match is None:
+        raise Failure(f"'{text}' is not a number with a unit; hint: write for example 90s, 10m or 2h", exits.USAGE)
+    duration_s = float(match[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600}[match[2]]
     if not 1 <= duration_s <= 7 * 86400:
         raise Failure(f"--for {text} is out of range; hint: give a time from 1s to a week", exits.USAGE)
     return duration_s
@@ -82,21 +74,9 @@ def shapes(options: argparse.Namespace) -> dict[str, Shape | None]:
     for direction in ("up", "down"):
         text = getattr(options, direction)
         rates[direction] = both if text is None else None if text.lower() == "none" else parse_rate(text)
-    delay = _quantity(options.delay, {"us": 0.001, "ms": 1, "s": 1000}, "--delay 5ms") if options.delay else None
-    loss = _quantity(options.loss, {"%": 1}, "--loss 0.1%") if options.loss else None
-    if delay is not None and not 0 < delay <= 60_000:
-        raise Failure(f"--delay {options.delay} is out of range; hint: give more than 0 and at most 60s", exits.USAGE)
-    if loss is not None and not 0 < loss < 100:
-        raise Failure(f"--loss {options.loss} is out of range; hint: give more than 0% and less than 100%", exits.USAGE)
-    if rates["up"] is None and (delay is not None or loss is not None):
-        message = "--delay and --loss apply to packets that a host sends, whose rate is unlimited"
-        raise Failure(f"{message}; hint: give its rate too, e.g. 1gbit", exits.USAGE)
     if rates["up"] is rates["down"] is None:
         raise Failure("no rate given; hint: tools/throttle.sh 10mbit, or tools/throttle.sh clear", exits.USAGE)
-    result: dict[str, Shape | None] = {name: Shape(rate_bit_s=rate) if rate else None for name, rate in rates.items()}
-    if result["up"]:
-        result["up"] = dataclasses.replace(result["up"], delay_ms=delay, loss_percent=loss)
-    return result
+    return {name: Shape(rate_bit_s=rate) if rate else None for name, rate in rates.items()}
 
 
 def reachable() -> list[str]:
@@ -147,7 +127,7 @@ def check(options: argparse.Namespace, action: str) -> None:
         message = "--hosts and --hostfile need the interface to throttle there"
         raise Failure(f"{message}; hint: add --dev eth1", exits.USAGE)
     if action != "throttle":
-        for name in ("up", "down", "delay", "loss", "duration"):
+        for name in ("up", "down", "duration"):
             if getattr(options, name) is not None:
                 flag = "for" if name == "duration" else name
                 raise Failure(f"--{flag} needs a rate and cannot be combined with {action}", exits.USAGE)

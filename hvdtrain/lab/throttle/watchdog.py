@@ -202,7 +202,6 @@ def undo(store: Store) -> bool:
 
 MODULES = {
     "tbf": "sch_tbf",
-    "netem": "sch_netem",
     "ingress": "sch_ingress",
     "u32": "cls_u32 and act_mirred",
     "ifb": "ifb",

@@ -45,7 +45,7 @@ class Link(virtual.Link):
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Link:
-        shape = Shape(**document["shape"]) if document["shape"] else None
+        shape = Shape(rate_bit_s=document["shape"]["rate_bit_s"]) if document["shape"] else None
         return cls(**{**document, "shape": shape})
 
 

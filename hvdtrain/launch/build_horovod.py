@@ -31,7 +31,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import tempfile
 import time
 import zipfile
@@ -133,24 +132,6 @@ def digest(needs: dict[str, object]) -> str:
     return hashlib.sha256(json.dumps(needs, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def unpack(archive: Path, folder: Path) -> None:
-    """Unpack regular files and folders inside `folder` only. extractall's filter requires Python 3.11.4."""
-    with tarfile.open(archive) as tar:
-        for member in tar:
-            path = Path(os.path.normpath(folder / member.name))
-            if not path.is_relative_to(folder) or not (member.isdir() or member.isfile()):
-                raise Failure(f"{archive.name} holds {member.name!r}, which is not a file or folder inside it")
-            if member.isdir():
-                path.mkdir(parents=True, exist_ok=True)
-                continue
-            path.parent.mkdir(parents=True, exist_ok=True)
-            content = tar.extractfile(member)
-            assert content is not None  # of a regular file
-            with path.open("xb") as copy:
-                shutil.copyfileobj(content, copy)
-            path.chmod(0o755 if member.mode & 0o100 else 0o644)
-
-
 def fetch(folder: Path) -> Path:
     """Download, unpack and edit the source below `folder`. Raises Failure if the SHA-256 or an edit does not match."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation", "--no-binary"]
@@ -167,7 +148,7 @@ def fetch(folder: Path) -> Path:
         raise Failure(
             f"horovod-{VERSION}.tar.gz has SHA-256 {sha256}, not {SDIST_SHA256}; hint: check the package index"
         )
-    unpack(archive, folder)
+    shutil.unpack_archive(archive, folder)  # its content is known by the digest
     source = folder / f"horovod-{VERSION}"
     for name, old, new, why in EDITS:
         text = (source / name).read_text()

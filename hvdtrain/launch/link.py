@@ -91,11 +91,11 @@ def network_of(device: str, names: Sequence[str]) -> str:
 
     The network is better, because the interface may have another name on other hosts.
     """
-    network = net.network(device)
+    own = net.addresses().get(device)
     # On Debian this host's own name resolves to 127.0.1.1.
     others = [address for address in map(address_of, names) if not net.is_own(address)]
-    inside = network is not None and all(ipaddress.ip_address(address) in network for address in others)
-    return str(network) if inside else device
+    inside = own is not None and all(ipaddress.ip_address(address) in own.network for address in others)
+    return str(own.network) if own and inside else device
 
 
 def find_rate(rate: str | None, device: str) -> tuple[int | None, str]:

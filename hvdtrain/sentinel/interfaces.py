@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import ipaddress
 import os
 import socket
-import struct
 from collections.abc import Mapping
 from typing import NamedTuple
 
-SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B  # netdevice(7)
+from hvdtrain.system import net
 
 
 class Route(NamedTuple):
@@ -24,19 +22,7 @@ class Route(NamedTuple):
 
 def addresses() -> dict[str, str]:
     """The IPv4 address and network of each interface except loopback, as `{"eth0": "10.0.0.1/24"}`."""
-    networks = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # no IPv4 address
-                request = struct.pack("256s", name.encode())
-                parts = [
-                    socket.inet_ntoa(fcntl.ioctl(any_socket, what, request)[20:24])
-                    for what in (SIOCGIFADDR, SIOCGIFNETMASK)
-                ]
-                interface = ipaddress.IPv4Interface("/".join(parts))
-                if not interface.is_loopback:
-                    networks[name] = str(interface)
-    return networks
+    return {name: str(address) for name, address in net.addresses().items() if not address.is_loopback}
 
 
 def preferred_networks(environment: Mapping[str, str] = os.environ) -> list[str]:

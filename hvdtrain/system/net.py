@@ -14,24 +14,18 @@ from typing import Any
 from hvdtrain.system import files
 from hvdtrain.system.commands import run
 
-SIOCGIFADDR = 0x8915  # netdevice(7)
+SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B  # netdevice(7)
 
 
-def network(device: str) -> ipaddress.IPv4Network | None:
-    """Network of the interface's first IPv4 address. None if it has none. Raises Failure (69) without iproute2."""
-    entries = json.loads(run(["ip", "-json", "-4", "address", "show", "dev", device]) or "[]")
-    first = next((address for entry in entries for address in entry.get("addr_info", [])), None)
-    return first and ipaddress.IPv4Network(f"{first['local']}/{first['prefixlen']}", strict=False)
-
-
-def addresses() -> dict[str, str]:
-    """The first IPv4 address of each interface that has one, without any program (netdevice(7))."""
+def addresses() -> dict[str, ipaddress.IPv4Interface]:
+    """The first IPv4 address of each interface that has one, with its network, without any program (netdevice(7))."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # no IPv4 address
                 request = struct.pack("256s", name.encode())
-                found[name] = socket.inet_ntoa(fcntl.ioctl(control, SIOCGIFADDR, request)[20:24])
+                answers = [fcntl.ioctl(control, what, request)[20:24] for what in (SIOCGIFADDR, SIOCGIFNETMASK)]
+                found[name] = ipaddress.IPv4Interface("/".join(map(socket.inet_ntoa, answers)))
     return found
 
 

@@ -88,7 +88,8 @@ def addresses_of(names: Sequence[str], nic: str | None) -> list[str]:
     for name in names:
         address = address_of(name)
         if nic and net.is_own(address):
-            address = net.addresses().get(nic, address)
+            own = net.addresses().get(nic)
+            address = str(own.ip) if own else address
         elif not nic:
             address = "127.0.0.1"
         if (other := found.setdefault(address, name)) != name:

@@ -77,7 +77,7 @@ def variables(options: argparse.Namespace, addresses: Sequence[str], here: int) 
     if len(addresses) > 1:
         devices = net.addresses()
         device = options.nic if options.nic in devices else None
-        device = device or next((name for name, own in devices.items() if own == addresses[here]), None)
+        device = device or next((name for name, own in devices.items() if str(own.ip) == addresses[here]), None)
         # The last one is Horovod's; hvdtrain's own backend follows it too.
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")
         defaults |= dict.fromkeys(names, device) if device else {}

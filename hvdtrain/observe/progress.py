@@ -7,7 +7,7 @@ import sys
 import textwrap
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -44,8 +44,8 @@ class Progress:
 
     def __enter__(self) -> Self:
         if self._enabled:
-            if on_terminal():
-                self._bar, self._task = started_bar(self.label, self.total, self._done)
+            if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+                self._bar, self._task = _started_bar(self.label, self.total, self._done)
                 self._period_s = TERMINAL_S
             self._started_s = time.monotonic()
             self._due_s = self._started_s + self._period_s
@@ -89,12 +89,7 @@ def wrapped(text: str, width: int) -> str:
     return textwrap.fill(text, max(1, width - BAR), break_long_words=False, break_on_hyphens=False)
 
 
-def on_terminal(stream: TextIO | None = None) -> bool:
-    """Whether the stream (default: stderr) can show a bar."""
-    return (stream or sys.stderr).isatty() and os.environ.get("TERM") != "dumb"
-
-
-def started_bar(label: str, total: int, done: int = 0) -> tuple[Bar, TaskID]:
+def _started_bar(label: str, total: int, done: int) -> tuple[Bar, TaskID]:
     """Return a bar on stderr with a field `text`.
 
     It draws only in updates, because rich's refresh thread would take processor time from the training.
@@ -103,9 +98,8 @@ def started_bar(label: str, total: int, done: int = 0) -> tuple[Bar, TaskID]:
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
 
-    text = TextColumn("{task.fields[text]}", markup=False)
-    columns = [TextColumn("{task.description}", markup=False)] if label else []
-    bar = Bar(*columns, BarColumn(), text, console=Console(stderr=True), auto_refresh=False)
+    columns = [TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[text]")]
+    bar = Bar(columns[0], BarColumn(), columns[1], console=Console(stderr=True), auto_refresh=False)
     bar.start()
     bar.console.show_cursor(True)  # a process that is killed could not restore it
     return bar, bar.add_task(label, total=total, completed=done, text="")

@@ -2,12 +2,12 @@
 
 examples:
   python -m hvdtrain.captioning --epochs 8
-  horovodrun -np 4 -H a:2,b:2 python -m hvdtrain.captioning --data flickr8k:/path/to/Flickr8k
-  horovodrun -np 2 python -m hvdtrain.captioning --data flickr8k:Flickr8k --weights vgg16.safetensors
+  horovodrun -np 4 -H a:2,b:2 python -m hvdtrain.captioning --data prepared
+  horovodrun -np 2 python -m hvdtrain.captioning --data prepared --weights vgg16.safetensors
   mpirun -np 2 python -m hvdtrain.captioning --framework tensorflow --json
   hvdtrain predict results/RUN photo.jpg
 
-Without --data it trains on 5,000 drawn scenes of coloured shapes. `caption` describes images with a trained model.
+Without --data it trains on 5,000 drawn scenes of coloured shapes. `hvdtrain predict` writes captions of images.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class CaptioningData(options.Data):
     """Images with sentences."""
 
     data: str = "shapes"
-    """shapes, flickr8k:DIR or a prepared folder
+    """shapes or a prepared folder
 
-    flickr8k:DIR contains the original files. `hvdtrain data captions` prepares a folder of images with sentences."""
+    `hvdtrain data captions` prepares a folder of images with sentences, such as Flickr8k."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

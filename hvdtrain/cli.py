@@ -70,11 +70,11 @@ examples:
 
 VGG16 = """Convert VGG16's published ImageNet weights into a file for `--weights`.
 
-The source is torchvision's state dict (torch.save or safetensors) or Keras' arrays (safetensors).
+The source is torchvision's state dict, a file of torch.save.
 
 examples:
   hvdtrain data vgg16 vgg16-397923af.pth vgg16.safetensors
-  python -m hvdtrain.captioning --data flickr8k:Flickr8k --weights vgg16.safetensors
+  python -m hvdtrain.captioning --data prepared --weights vgg16.safetensors
 """
 
 

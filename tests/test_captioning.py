@@ -225,7 +225,8 @@ def test_photographs_from_end_to_end_with_vgg16(
     photographs = tmp_path / "flickr"
     lay_out(photographs, PLACES[:2], SIDES[:3])
     run, cache = tmp_path / "run", {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    flags = ["--data", f"flickr8k:{photographs}", "--weights", "random"]
+    hvdtrain("data", "captions", str(photographs), str(tmp_path / "prepared"), "--on-bad-sample", "skip")
+    flags = ["--data", str(tmp_path / "prepared"), "--weights", "random"]
     flags += ["--hidden", "32", "--embedding", "32", "--epochs", "4", "--batch-size", "8", "--framework", "torch"]
     first = launch(2, ["-m", "hvdtrain.captioning", *flags, "--json", "--run-dir", str(run)], extra=cache)
     summary = document(first)

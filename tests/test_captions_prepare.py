@@ -6,8 +6,6 @@ import csv
 import hashlib
 import io
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import LIMIT_S, ROOT, environment, fails
+from conftest import fails
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from hvdtrain.captions.dataset import CaptionDataset
 from hvdtrain.captions.prepare import CaptionsConfig, prepare
 from hvdtrain.captions.prepared import load, open_captions
-from hvdtrain.system.exits import BAD_DATA, Failure
+from hvdtrain.system.exits import BAD_DATA
 
 PHOTOS = load_sample_images().images
 LISTS = ("Flickr_8k.trainImages.txt", "Flickr_8k.devImages.txt", "Flickr_8k.testImages.txt")
@@ -334,7 +332,6 @@ def test_a_damaged_folder_is_an_error(tmp_path: Path) -> None:
         ("vocabulary.json", lambda document: document.update(words=document["words"][:4]), "contains no words"),
     ):
         rejects_document(tmp_path / "out", name, change, words)
-    assert len(load(f"flickr8k:{tmp_path / 'out'}").train) == 24, "already prepared"
 
 
 def rejects_document(folder: Path, name: str, change: Callable[[Any], object], words: str) -> None:
@@ -349,42 +346,3 @@ def rejects_document(folder: Path, name: str, change: Callable[[Any], object], w
     fails(lambda: load(str(folder)), BAD_DATA, words)
     for file, content in before.items():
         (folder / file).write_bytes(content)
-
-
-def test_ranks_that_start_together_prepare_once(tmp_path: Path) -> None:
-    source = flickr(tmp_path / "in", told(60))
-    (source / "Flicker8k_Dataset" / "p03.jpg").unlink()
-    program = "import sys; from hvdtrain.captions.prepared import load; print(load(sys.argv[1]).fingerprint)"
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, f"flickr8k:{source}"],
-            env=environment({"XDG_CACHE_HOME": str(tmp_path / "cache")}),
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    done = [process.communicate(timeout=LIMIT_S) for process in started]
-    assert [process.returncode for process in started] == [0, 0], done
-    assert len({out for out, _ in done}) == 1 and len(done[0][0]) == 65
-    messages = [err for _, err in done if err]
-    assert len(messages) == 1 and "preparing once" in messages[0] and "skipped 3 bad samples" in messages[0]
-    assert str(tmp_path / "cache" / "hvdtrain" / "captions") in messages[0]
-
-
-def test_a_changed_source_is_prepared_again_and_an_unwritable_cache_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = flickr(tmp_path / "in", told())
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    first = load(f"flickr8k:{source}")
-    assert first.images.shape[1:] == (224, 224, 3) and "preparing once" in capsys.readouterr().err
-    assert load(f"flickr8k:{source}").fingerprint == first.fingerprint and not capsys.readouterr().err
-    spoil(source, swap("temple", "castle"))
-    assert load(f"flickr8k:{source}").fingerprint != first.fingerprint and capsys.readouterr().err
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(Failure, match="XDG_CACHE_HOME"):
-        load(f"flickr8k:{source}")

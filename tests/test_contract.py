@@ -246,7 +246,6 @@ PATHS: dict[str, list[str]] = {
         "--dry-run --config @",
         "--dry-run --data @",
         "--dry-run --data @index.json",
-        "--dry-run --data flickr8k:@",
         "--dry-run --weights @",
     ],
     "predict": ["run @", "@ x.png"],

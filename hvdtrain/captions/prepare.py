@@ -14,9 +14,6 @@ at any time, as in hvdtrain.data.images.
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,13 +33,11 @@ from hvdtrain.data import stratify
 from hvdtrain.data.images import ImageOptions, drop_bad_rows, make, named
 from hvdtrain.data.making import check_destination, seal, write_json
 from hvdtrain.data.pixels import Bad
-from hvdtrain.data.prepared import PARTS, cache_folder, caching
+from hvdtrain.data.prepared import PARTS
 from hvdtrain.data.tree import Tree, draw_lot
-from hvdtrain.system import files
-from hvdtrain.system.exits import BAD_DATA, Failure, printable
+from hvdtrain.system.exits import BAD_DATA, Failure
 
 SUMMARY = "hvdtrain.data.captions/1"
-AUTOMATIC_MAX_BAD = 400  # 1 % of Flickr8k's captions; with more, the user should have a look
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +68,6 @@ def _plan(config: CaptionsConfig) -> tuple[Source, Tree]:
         parts = np.array([source.parts[file] for file in files], np.int64)
         order = np.lexsort((lots, parts))
         parts = parts[order]
-    # Everything besides the source that the result depends on.
-    settings = [SCHEMA, PIL.__version__, config.size, config.min_count, config.max_words, config.split, config.seed]
-    digest = hashlib.sha256(json.dumps([source.digest, settings]).encode()).hexdigest()
     tree = Tree(
         root=source.root,
         classes=list(PARTS),
@@ -83,7 +75,6 @@ def _plan(config: CaptionsConfig) -> tuple[Source, Tree]:
         labels=parts,
         lots=lots[order],
         bad=source.problems,
-        digest=digest,
         ignored=source.ignored,
     )
     return source, tree
@@ -93,7 +84,7 @@ def prepare(config: CaptionsConfig) -> dict[str, Any]:
     """Prepares the data and returns a summary fit for JSON.
 
     Raises Failure: BAD_DATA for an unusable source, caption or image, NO_PERMISSION for an unreadable folder,
-    CANNOT_WRITE if the destination exists, IO_ERROR if the disk is full, RESUMABLE if interrupted.
+    CANNOT_WRITE if the destination exists, IO_ERROR if the disk is full.
     """
     check_destination(config.source, config.destination)
     source, tree = _plan(config)
@@ -167,39 +158,3 @@ def _describe(config: CaptionsConfig, source: Source, tree: Tree, rows: NDArray[
         },
         "bad_samples": [{"file": name, "reason": reason} for name, reason in named(tree, bad).items()],
     }
-
-
-def cached(source: Path) -> Path:
-    """The prepared folder of `source` in the user's cache, made by the first process on this host that needs it.
-
-    Other processes and other runs wait. Bad samples are skipped and reported on stderr when the folder is made. Raises
-    Failure like `prepare`.
-    """
-    home = cache_folder("captions")
-    options: dict[str, Any] = {"source": str(source.resolve()), "on_bad_sample": "skip"}
-    options["max_bad_samples"] = AUTOMATIC_MAX_BAD
-    key = _plan(CaptionsConfig(destination=str(home), **options))[1].digest[:32]
-    destination = home / key
-    if destination.exists():  # complete, since it is renamed into place
-        return destination
-    with caching(home), files.locked(home / f"{key}.lock"):
-        if not destination.exists():
-            print(f"{source}: preparing once into {destination}", file=sys.stderr, flush=True)
-            _report(source, prepare(CaptionsConfig(destination=str(destination), **options)))
-    return destination
-
-
-def _report(source: Path, made: dict[str, Any]) -> None:
-    captions = sum(part["captions"] for part in made["statistics"].values())
-    print(
-        f"{source}: {made['images']:,} images ({'/'.join(map(str, made['counts']))}), {captions:,} captions,"
-        f" {made['vocabulary']:,} words, {made['seconds']:.0f} s",
-        file=sys.stderr,
-    )
-    if made["bad_samples"]:
-        first = made["bad_samples"][0]
-        print(
-            f"{source}: skipped {len(made['bad_samples'])} bad samples, listed in {made['destination']}/index.json; the"
-            f" first is {printable(first['file'])}: {printable(first['reason'])}",
-            file=sys.stderr,
-        )

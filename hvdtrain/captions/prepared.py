@@ -16,27 +16,20 @@ from hvdtrain.system.exits import BAD_DATA, Failure
 
 SCHEMA = "hvdtrain.captions/1"
 FILES = ("images.npy", "captions.json", "vocabulary.json")
-RAW = "flickr8k:"
 WORDS_BYTES = 1024 * files.MIB  # twenty times the size of COCO
 
 
 def load(name: str) -> CaptionDataset:
-    """The data set with this name: 'shapes', 'flickr8k:DIR', or the path of a folder made by `hvdtrain data captions`.
+    """The data set with this name: 'shapes', or the path of a folder made by `hvdtrain data captions`.
 
-    DIR is a prepared folder or contains the original files, which are prepared once on each host, in the user's cache.
-    That starts worker processes, so a script that calls this function must guard its main program. Raises Failure:
-    BAD_DATA for a missing, foreign or damaged folder, CANNOT_WRITE for the cache.
+    Raises Failure (BAD_DATA) for a missing, foreign or damaged folder.
     """
-    from hvdtrain.captions.prepare import cached  # which needs this module
-
     if name == "shapes":
         return shapes.load()
-    folder = Path(name.removeprefix(RAW))
+    folder = Path(name)
     if not folder.is_dir():
-        known = "'shapes', 'flickr8k:DIR' or a folder made by `hvdtrain data captions`"
+        known = "'shapes' or a folder made by `hvdtrain data captions`"
         raise Failure(f"unknown captions '{name}': {folder} is not a folder; hint: give {known}", BAD_DATA)
-    if name.startswith(RAW) and not (folder / "index.json").exists():
-        folder = cached(folder)
     return open_captions(folder)
 
 

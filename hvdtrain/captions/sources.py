@@ -16,9 +16,7 @@ recorded with file and line. Blank lines, a byte order mark and CRLF are accepte
 from __future__ import annotations
 
 import csv
-import hashlib
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -61,8 +59,6 @@ class Source:
     """Number of usable images that the source assigns to no part; they are skipped."""
     ignored: list[str] = field(default_factory=list)
     """Hidden and system files."""
-    digest: str = ""
-    """SHA-256 of the text files, and of the images' names, sizes and modification times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,17 +106,15 @@ class _Reader:
     def __init__(self, root: Path, max_words: int) -> None:
         self.root, self.max_words = root, max_words
         self.source = Source(root=root)
-        self.digest = hashlib.sha256()
         self.files: dict[str, list[str]] = {}  # name -> paths of the files with this name, relative to root
         self.refused: dict[str, str] = {}  # image -> reason to skip it without opening it
 
     def read(self) -> Source:
-        for path, status, reason in walk(self.root, self.root, self.source.ignored):
+        for path, reason in walk(self.root, self.root, self.source.ignored):
             self.files.setdefault(Path(path).name, []).append(path)
-            if path.lower().endswith(SUFFIXES):
-                self.digest.update(os.fsencode(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0"))
-                if reason := reason or ("a control character in its name" if CONTROL.search(path) else ""):
-                    self.refused[path] = reason
+            reason = reason or ("a control character in its name" if CONTROL.search(path) else "")
+            if reason and path.lower().endswith(SUFFIXES):
+                self.refused[path] = reason
         self._captions()
         source = self.source
         if not source.captions:
@@ -131,7 +125,6 @@ class _Reader:
         if source.parts is not None:
             source.unassigned_images = len(source.captions.keys() - source.parts.keys())
             source.captions = {image: source.captions[image] for image in source.parts}
-        source.digest = self.digest.hexdigest()
         return source
 
     def _captions(self) -> None:
@@ -198,7 +191,6 @@ class _Reader:
     def _text(self, file: str) -> Iterator[tuple[str, str]]:
         """(file:line, the line without its end) for each line that is not blank."""
         data = files.read(self.root / file, SOURCE_BYTES)
-        self.digest.update(data)
         for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
             where = f"{file}:{number}"
             self.source.crlf_lines += raw.endswith(b"\r")
@@ -245,7 +237,6 @@ class _Reader:
 
     def _coco(self, file: str) -> Iterator[Line]:
         data = files.read(self.root / file, SOURCE_BYTES)
-        self.digest.update(data)
         try:
             coco = msgspec.json.decode(data, type=Coco)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -49,8 +49,6 @@ class Tree:
     """Hash of seed and name, which decides a file's position."""
     bad: dict[str, str]
     """Files rejected without opening them -> reason."""
-    digest: str
-    """SHA-256 of names, sizes and modification times."""
     parts: NDArray[np.int64] | None = None
     """Part of each file; None if the source has no folders of parts."""
     ignored: list[str] = field(default_factory=list)
@@ -76,17 +74,15 @@ def find(root: Path, seed: int, shares: Sequence[Fraction]) -> Tree:
     parts: list[int] = []
     ignored: list[str] = []
     bad: dict[str, str] = {}
-    digest = hashlib.sha256()
     try:
         places, in_parts = _class_folders(root, bad, ignored)
         classes = sorted({folder.name for folder, _ in places})
         for folder, part in places:
             before = len(files)
-            for file, status, reason in walk(root, folder, ignored):
+            for file, reason in walk(root, folder, ignored):
                 if reason:
                     bad[file] = reason
                     continue
-                digest.update(os.fsencode(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0"))
                 files.append(file)
             if len(files) == before:
                 raise Failure(f"{folder} contains no images; hint: remove the folder or fill it", BAD_DATA)
@@ -108,7 +104,6 @@ def find(root: Path, seed: int, shares: Sequence[Fraction]) -> Tree:
         labels=np.array(labels, np.int64),
         lots=np.array([draw_lot(seed, file) for file in files], np.uint64),
         bad=bad,
-        digest=digest.hexdigest(),
         parts=np.array(parts, np.int64) if in_parts else None,
         ignored=ignored,
     )
@@ -201,25 +196,23 @@ def report_ignored(ignored: Sequence[str]) -> None:
         )
 
 
-def walk(root: Path, folder: Path, ignored: list[str]) -> Iterator[tuple[str, os.stat_result, str]]:
-    """(path relative to root, status, reason to reject it or '') of everything below `folder`, ordered by name, without
-    what `visible` ignores."""
+def walk(root: Path, folder: Path, ignored: list[str]) -> Iterator[tuple[str, str]]:
+    """(path relative to root, reason to reject it or '') of everything below `folder`, ordered by name, without what
+    `visible` ignores."""
     inside = Path(os.path.realpath(root))
     for entry in visible(folder, ignored):
-        path, status, reason = Path(entry.path), entry.stat(follow_symlinks=False), ""
+        path, reason = Path(entry.path), ""
         if entry.is_dir(follow_symlinks=False):
             yield from walk(root, path, ignored)
             continue
         if entry.is_symlink():
             if not Path(os.path.realpath(path)).is_relative_to(inside):
                 reason = "a link that leaves the tree"
-            elif entry.is_file():
-                status = entry.stat()
-            else:
+            elif not entry.is_file():
                 reason = "a link to no file"
         elif not entry.is_file():
             reason = "not a plain file"
-        yield str(path.relative_to(root)), status, reason
+        yield str(path.relative_to(root)), reason
 
 
 def draw_lot(seed: int, file: str) -> int:

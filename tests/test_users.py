@@ -141,7 +141,8 @@ def test_the_throttle_uses_the_callers_ssh(users: tuple[User, User], lab: str) -
     done = alice.cluster("exec", "a", "--", "sh", "-c", script)
     assert done.returncode == 0, done.stderr
     assert [link["link"] for link in json.loads(done.stdout)["links"]] == ["here -> b", "b -> here"]
-    done = alice.cluster("exec", "a", "--", "sudo", "-n", "tools/throttle.sh", "show", "--hosts", "b", "--dev", "eth0")
+    remote = ["--hosts", "b", "--dev", "eth0", "--force", "--dry-run"]
+    done = alice.cluster("exec", "a", "--", "sudo", "-n", "tools/throttle.sh", "100mbit", *remote)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
 
 
@@ -153,7 +154,7 @@ def test_nothing_is_imported_from_the_callers_folder_or_path(users: tuple[User, 
     for module in ("argparse", "json", "socket", "typing", "sitecustomize", "runpy"):
         (trap / f"{module}.py").write_text(f"import os\nos.open({str(sprung)!r}, os.O_CREAT)\n")
     scripts = [[str(alice.home / "hvdtrain" / "tools" / f"{name}.sh")] for name in ("cluster", "throttle")]
-    commands = [["status"], ["exec", "a", "--", "true"], ["show"], ["10mbit"], ["verify", "--seconds", "1"], ["clear"]]
+    commands = [["status"], ["exec", "a", "--", "true"], ["10mbit"], ["verify", "--seconds", "1"], ["clear"]]
     for words in commands:
         script = scripts[words[0] not in ("status", "exec")]
         done = alice.run("sudo", "-n", f"PYTHONPATH={trap}", *script, *words, cwd=trap)

@@ -210,7 +210,7 @@ def judge_speed(
         seconds = all_reduce_s(GRADIENT_BYTES, hosts, slowest * 1e6)
         data["allreduce_s"] = seconds
         what += f"; ResNet-34's gradients (85 MB) take at least {seconds:.3g} s per step over {hosts} hosts"
-        fixes.append("use a faster interface (--nic) or a smaller model; check for a throttle: tools/throttle.sh show")
+        fixes.append("use a faster interface (--nic) or a smaller model; remove a throttle: tools/throttle.sh clear")
     if max(there, back) > UNEVEN * slowest:
         slow_way = f"{a} to {b}" if there < back else f"{b} to {a}"
         what += f"; {slow_way} is {max(there, back) / slowest:.1f} times slower than the other way"

@@ -87,9 +87,8 @@ def addresses_of(names: Sequence[str], nic: str | None) -> list[str]:
     found: dict[str, str] = {}
     for name in names:
         address = address_of(name)
-        if nic and net.is_own(address):
-            own = net.addresses().get(nic)
-            address = str(own.ip) if own else address
+        if nic and net.is_own(address) and (own := net.addresses().get(nic)):
+            address = str(own.ip)
         elif not nic:
             address = "127.0.0.1"
         if (other := found.setdefault(address, name)) != name:

@@ -43,7 +43,6 @@ def document(dev: str, up: Shape | None, down: Shape | None, mtu: int = 1500) ->
         "burst_bytes": qdisc.burst_bytes(slowest, mtu) if slowest else None,
         "limit_bytes": qdisc.limit_bytes(slowest, mtu) if slowest else None,
         "set_utc": datetime.now(UTC).isoformat(timespec="seconds"),
-        "verified": None,
     }
 
 
@@ -246,8 +245,6 @@ def main(arguments: list[str]) -> int:
     if action == "throttle":
         shapes(options)  # report a bad rate and a dangerous interface before a missing permission
         _duration_s(options)
-    if action == "show":
-        return goodput.show_all(options)
     if os.geteuid() and not options.dry_run:
         undo = f"throttle.sh clear{f' --dev {options.dev}' if options.dev else ''}"
         notice = f"throttle: sudo makes this root, to change queues; to undo it: {undo}" if action == "throttle" else ""

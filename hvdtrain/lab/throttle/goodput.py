@@ -1,4 +1,4 @@
-"""Compare the requested rates of links with the kernel's settings (`show`) and with measurements (`verify`)."""
+"""`verify`: compare the requested rates of links with measurements."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from hvdtrain.lab import virtual
 from hvdtrain.lab.throttle import qdisc
 from hvdtrain.lab.throttle.links import Link
-from hvdtrain.lab.throttle.request import reachable
 from hvdtrain.lab.throttle.watchdog import Store
 from hvdtrain.lab.topology import Cluster
-from hvdtrain.system import exits, files, net
+from hvdtrain.system import exits, net
 from hvdtrain.system.agent import LOCAL, Agent, Unreachable, ssh_command
 from hvdtrain.system.commands import Command, as_caller
 from hvdtrain.system.exits import Failure
@@ -89,18 +87,15 @@ def least_s(size_bytes: int, rate_bit_s: int, burst_bytes: int) -> float:
 def verify(options: argparse.Namespace) -> int:
     """Measure every throttled link. Returns 1 if a rate is off by more than the tolerance, or a message is too fast."""
     if options.dev:
-        store, routes, peer = Store(virtual.SELF), *_to_peer(options)
+        routes = _to_peer(options)
     else:
-        cluster = virtual.load(options.name)
-        peer, store = None, Store(virtual.folder(cluster.name))
-        routes = _in_a_ring(store, cluster, options.host.split(",") if options.host else None)
+        routes = _in_a_ring(virtual.load(options.name), options.host.split(",") if options.host else None)
     with _high_priority():
-        results = [_verify_route(route, options, short=peer is None) for route in routes]
+        results = [_verify_route(route, options, short=not options.dev) for route in routes]
     if not options.json:
         for result in results:
             _print(result)
     good = all(result["ok"] for result in results)
-    _record(store, routes, results)
     if options.json:
         print(json.dumps({"schema": "hvdtrain/throttle-verify/1", "ok": good, "links": results}, indent=2))
     if not good:
@@ -125,14 +120,14 @@ def _high_priority() -> Iterator[None]:
             os.sched_setscheduler(0, policy, parameter)
 
 
-def _in_a_ring(store: Store, cluster: Cluster, hosts: list[str] | None) -> list[Route]:
+def _in_a_ring(cluster: Cluster, hosts: list[str] | None) -> list[Route]:
     """Routes from each host to the next, so that every host sends once and receives once."""
     for name in hosts or []:
         cluster.host(name)
     names = [host.name for host in cluster.hosts]
     if len(names) < 2:
         raise Failure("a cluster of one host has no link to measure between hosts", exits.USAGE)
-    known = list(store.links().values())
+    known = list(Store(virtual.folder(cluster.name)).links().values())
     routes = []
     for index, one in enumerate(names):
         other = names[(index + 1) % len(names)]
@@ -147,7 +142,7 @@ def _in_a_ring(store: Store, cluster: Cluster, hosts: list[str] | None) -> list[
     return routes
 
 
-def _to_peer(options: argparse.Namespace) -> tuple[list[Route], str]:
+def _to_peer(options: argparse.Namespace) -> list[Route]:
     if not options.peer:
         hint = "name a machine beyond it that you can log in to with ssh: --peer HOST"
         raise Failure(f"{options.dev} cannot be verified without a peer; hint: {hint}", exits.USAGE)
@@ -170,7 +165,7 @@ def _to_peer(options: argparse.Namespace) -> tuple[list[Route], str]:
     for link in known:
         arrow = f"here -> {options.peer}" if link.direction == "up" else f"{options.peer} -> here"
         routes.append(Route(arrow, LOCAL, there, address, [link], backwards=link.direction == "down"))
-    return routes, options.peer
+    return routes
 
 
 def _verify_route(route: Route, options: argparse.Namespace, *, short: bool) -> dict[str, Any]:
@@ -203,98 +198,3 @@ def _print(result: dict[str, Any]) -> None:
     long = f"measured {result['goodput_mbit']:.4g} ({result['off_percent']:+.2f} %)"
     expected = f"asked {rate}, expected goodput {result['expected_mbit']:.4g} Mbit/s"
     print(f"{'ok  ' if result['ok'] else 'FAIL'}  {result['link']}: {expected}, {long}{short}")
-
-
-def _record(store: Store, routes: list[Route], results: list[dict[str, Any]]) -> None:
-    """Write the measured rate to the sender's throttle.json."""
-    with store.locked():
-        for route, result in zip(routes, results, strict=True):
-            file = store.folder / "throttle.json"
-            if route.links[0].netns:
-                file = store.folder / "hosts" / route.name.partition(" ")[0] / "throttle.json"
-            elif route.backwards and len(routes) > 1:
-                continue
-            if not file.exists():
-                continue
-            rates = {name: round(result[name], 4) for name in ("goodput_mbit", "expected_mbit")}
-            about = json.loads(file.read_text())
-            about["verified"] = {"utc": datetime.now(UTC).isoformat(timespec="seconds"), **rates}
-            files.replace_text(file, json.dumps(about) + "\n")
-
-
-# --- show ------------------------------------------------------------------------------------------------------------
-
-
-def show_all(options: argparse.Namespace) -> int:
-    """Print the requested rates and, for root, the kernel's settings."""
-    rows = []
-    for name, cluster in virtual.clusters().items() if not options.dev else ():
-        if options.name in {None, name}:
-            for host in cluster.hosts:
-                if not options.host or host.name in options.host.split(","):
-                    rows.append(_row(Store(virtual.folder(name)), name, host.name))
-    if not options.name and not options.host and (options.dev or Store(virtual.SELF).path.exists()):
-        rows.append(_row(Store(virtual.SELF), None, os.uname().nodename, options.dev))
-    if not rows and (options.name or options.host):
-        cluster = virtual.load(options.name)  # raises if it is not up
-        for name in options.host.split(",") if options.host else []:
-            cluster.host(name)  # raises if it has no host of this name
-    if options.json:
-        print(json.dumps({"schema": "hvdtrain/throttle-show/1", "hosts": rows}, indent=2))
-        return exits.OK
-    for row in rows:
-        print(_line(row))
-    if not rows:
-        print("nothing is throttled and no virtual cluster is up")
-    return exits.OK
-
-
-def _row(store: Store, cluster: str | None, host: str, dev: str | None = None) -> dict[str, Any]:
-    file = store.folder / "hosts" / host / "throttle.json" if cluster else store.folder / "throttle.json"
-    about = json.loads(file.read_text()) if file.exists() else None
-    if about and dev and about["dev"] != dev:
-        about = None
-    known = [link for link in store.links().values() if (link.host == host if cluster else about)]
-    if cluster:
-        links = virtual.links(virtual.clusters()[cluster])
-        queues = [(one.direction, one.netns, one.dev) for one in links if one.host == host]
-    else:
-        queues = [(link.direction, link.netns, link.ifb or link.dev) for link in known]
-    actual: dict[str, float | None] = {"up_mbit": None, "down_mbit": None}
-    readable = os.geteuid() == 0 and (cluster is None or cluster in reachable())
-    for direction, netns, device in queues if readable else []:
-        with contextlib.suppress(Failure):
-            rate = qdisc.rate_of(qdisc.read(netns, device))
-            actual[f"{direction}_mbit"] = rate / 1e6 if rate else None
-    return {
-        "cluster": cluster,
-        "host": host,
-        "asked": about,
-        "set": actual if readable else None,
-        "until_utc": next((link.until_utc for link in known if link.until_utc), None),
-        "interrupted": store.load()["change"] is not None,
-    }
-
-
-def _line(row: dict[str, Any]) -> str:
-    def rate(value: float | None) -> str:
-        return "unlimited" if value is None else show_rate(round(value * 1e6))
-
-    where = f"{row['cluster']}/{row['host']}" if row["cluster"] else row["host"]
-    about = row["asked"]
-    if about is None:
-        text = f"{where}: not throttled"
-    else:
-        text = f"{where} {about['dev']}: asked up {rate(about['up_mbit'])}, down {rate(about['down_mbit'])}"
-    if row["set"] is None:
-        text += "; set: unknown (needs root, outside of the hosts)"
-    elif about or any(row["set"].values()):
-        text += f"; set up {rate(row['set']['up_mbit'])}, down {rate(row['set']['down_mbit'])}"
-    if about and about["verified"]:
-        text += f"; measured {about['verified']['goodput_mbit']:.4g} of {about['verified']['expected_mbit']:.4g} Mbit/s"
-    if row["until_utc"]:
-        overdue = datetime.now(UTC) > datetime.fromisoformat(row["until_utc"]) + timedelta(seconds=2)
-        text += f"; until {row['until_utc']}" + (
-            ", but its watchdog is gone; hint: run throttle.sh clear" if overdue else ""
-        )
-    return text + ("; a change was interrupted; hint: run throttle.sh clear" if row["interrupted"] else "")

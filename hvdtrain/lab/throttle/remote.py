@@ -47,7 +47,7 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
     names = [slot.host for slot in slots]
     words = local_arguments(arguments)
     find("ssh")
-    if options.what in {"show", "verify"} or options.dry_run:
+    if options.what == "verify" or options.dry_run:
         return _report(_run_everywhere(names, words), as_json=options.json)
     trial = _run_everywhere(names, [*words, "--dry-run"])
     failed = {host: done for host, done in trial.items() if done.returncode}

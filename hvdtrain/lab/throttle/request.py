@@ -23,19 +23,18 @@ PURPOSE = """Limit the bandwidth of links in the kernel, with a token bucket (tc
   tools/throttle.sh 10mbit --dev eth1             an interface of this machine
   tools/throttle.sh 10mbit --dev eth1 --hostfile hostfiles/lab.txt     the same on other machines, over ssh
   tools/throttle.sh 10mbit --for 10m              unlimited again after 10 minutes
-  tools/throttle.sh show --json                   requested and actual rates
   tools/throttle.sh verify                        measure the links
   tools/throttle.sh clear                         restore the original queues
 
 1 mbit is 10^6 bit/s. mbps, which means bytes in tc, is rejected. A new rate replaces the old one without a gap.
 """
-ACTIONS = ("show", "verify", "clear")
+ACTIONS = ("verify", "clear")
 
 
 def parser() -> Parser:
     top = Parser(prog="tools/throttle.sh", description=PURPOSE)
     add = top.add_argument
-    add("what", nargs="?", metavar="RATE|show|verify|clear", help="a rate such as 10mbit, or an action")
+    add("what", nargs="?", metavar="RATE|verify|clear", help="a rate such as 10mbit, or an action")
     add("--up", metavar="RATE", help="rate at which a host sends; `none`: unlimited")
     add("--down", metavar="RATE", help="rate at which a host receives; `none`: unlimited")
     add("--for", dest="duration", metavar="TIME", help="restore the original queues after, e.g., 90s, 10m or 2h")
@@ -46,7 +45,7 @@ def parser() -> Parser:
     add("--hostfile", metavar="FILE", type=Path, help="like --hosts, from a file with one host per line")
     add("--force", action="store_true", help="throttle even the interface of this session, for 10 minutes")
     add("--dry-run", action="store_true", help="print the exact commands and change nothing")
-    add("--json", action="store_true", help="for show and verify: print one JSON document")
+    add("--json", action="store_true", help="for verify: print one JSON document")
     add("--peer", metavar="HOST", help="for verify --dev: another machine, beyond the link, to measure with")
     add("--tolerance", type=float, default=2.0, metavar="PERCENT", help="for verify (default: 2)")
     add("--seconds", type=float, default=4.0, help="for verify: measuring time per direction (default: 4)")

@@ -91,7 +91,7 @@ def test_the_requested_throttle_is_none_if_nothing_was_asked_for(tmp_path: Path)
     about = command_line.document("eth0", TEN, None)
     file.write_text(json.dumps(about))
     assert net.requested_throttle(file) == about
-    assert (about["up_mbit"], about["down_mbit"], about["burst_bytes"]) == (10.0, None, 3028)
+    assert (about["up_mbit"], about["down_mbit"]) == (10.0, None)
 
 
 # --- other machines --------------------------------------------------------------------------------------------------

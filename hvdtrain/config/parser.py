@@ -60,22 +60,12 @@ class OptionParser(Parser):
         shown = {*getattr(cls, "COMMON", self.names), *(() if "COMMON" in vars(cls) else inspect.get_annotations(cls))}
         self.rare = [name for name in self.names if name not in shown]
         hints = get_type_hints(cls)
-        general = self.add_argument_group("options")
-        general.add_argument(
-            "-h", "--help", metavar="NAME", nargs="?", const="", help="show this help, or all about NAME"
-        )
+        self.add_argument("-h", "--help", nargs="?", const="")
         if self.rare:
-            general.add_argument("--help-all", action="store_true", help="show all options")
-        general.add_argument(
-            "--config",
-            metavar="FILE",
-            action="append",
-            help="TOML file with options, or the name of a study",
-        )
-        for title, fields in _groups(cls).items():
-            group = self.add_argument_group(title or None)
-            for field in fields:
-                _add(group, field, hints[field.name], positional=field.name in positionals)
+            self.add_argument("--help-all", action="store_true")
+        self.add_argument("--config", action="append")
+        for field in dataclasses.fields(cls):
+            _add(self, field, hints[field.name], positional=field.name in positionals)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         arguments = list(sys.argv[1:] if args is None else args)
@@ -126,14 +116,14 @@ class OptionParser(Parser):
         super().error(message.removeprefix("argument "))
 
 
-def _add(group: Any, field: dataclasses.Field[Any], hint: Any, *, positional: bool) -> None:
+def _add(parser: OptionParser, field: dataclasses.Field[Any], hint: Any, *, positional: bool) -> None:
     if positional:
-        group.add_argument(field.name, type=converter(field, hint))
+        parser.add_argument(field.name, type=converter(field, hint))
     elif hint is bool and field.default is False:
-        group.add_argument(flag(field.name), action="store_true")
+        parser.add_argument(flag(field.name), action="store_true")
     else:
         optional_value: dict[str, Any] = {"nargs": "?", "const": True} if hint == bool | str else {}
-        group.add_argument(flag(field.name), type=converter(field, hint), **optional_value)
+        parser.add_argument(flag(field.name), type=converter(field, hint), **optional_value)
 
 
 def _usage(field: dataclasses.Field[Any], hint: Any, positional: bool) -> str:

@@ -31,17 +31,13 @@ FORCED_S = 600.0
 """Duration of a forced throttle, unless `--for` sets it."""
 
 
-def document(dev: str, up: Shape | None, down: Shape | None, mtu: int = 1500) -> dict[str, Any]:
-    """Content of a host's throttle.json: rates in Mbit/s (null: unlimited), bucket sizes of the slower direction."""
-    shapes = [shape for shape in (up, down) if shape]
-    slowest = min(shape.rate_bit_s for shape in shapes) if shapes else None
+def document(dev: str, up: Shape | None, down: Shape | None) -> dict[str, Any]:
+    """Content of a host's throttle.json: rates in Mbit/s (null: unlimited)."""
     return {
         "schema": SCHEMA,
         "dev": dev,
         "up_mbit": up.rate_bit_s / 1e6 if up else None,
         "down_mbit": down.rate_bit_s / 1e6 if down else None,
-        "burst_bytes": qdisc.burst_bytes(slowest, mtu) if slowest else None,
-        "limit_bytes": qdisc.limit_bytes(slowest, mtu) if slowest else None,
         "set_utc": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -141,8 +137,7 @@ def throttle(options: argparse.Namespace) -> int:
     files: dict[Path, str | None] = {}
     for target in selected:
         if target.direction == "up":  # this device has the name that the host sees
-            mtu = links.identify(target.netns, target.dev)[1]
-            files[target.file] = json.dumps(document(target.dev, requested["up"], requested["down"], mtu)) + "\n"
+            files[target.file] = json.dumps(document(target.dev, requested["up"], requested["down"])) + "\n"
     if options.dry_run:
         changes = link_changes(selected, store.links(), requested)
         return _show_commands(changes, list(files), for_s)

@@ -17,7 +17,7 @@ from hvdtrain.lab.throttle.__main__ import main as run_throttle
 from hvdtrain.lab.throttle.request import reachable
 from hvdtrain.system import exits, net
 from hvdtrain.system.arguments import Parser
-from hvdtrain.system.commands import as_calling_user, calling_user, run, succeeds
+from hvdtrain.system.commands import as_calling_user, calling_user, succeeds
 from hvdtrain.system.exits import Failure
 
 PURPOSE = """Create virtual hosts on this machine, on a separate network, to try out a cluster.
@@ -155,9 +155,8 @@ def _rates_set(cluster: topology.Cluster, host: str) -> dict[str, float | None]:
     """Rates at which the kernel's queues limit the host's link, in Mbit/s."""
     result: dict[str, float | None] = {}
     for link in (link for link in virtual.links(cluster) if link.host == host):
-        queues = json.loads(run(qdisc.tc(link.netns, "-json", "qdisc", "show", "dev", link.dev)))
-        rates = [queue["options"]["rate"] for queue in queues if "rate" in queue.get("options", {})]
-        result[f"{link.direction}_mbit"] = rates[0] * 8 / 1e6 if rates else None  # tc reports bytes per second
+        rate_bit_s = qdisc.rate_of(qdisc.read(link.netns, link.dev))
+        result[f"{link.direction}_mbit"] = rate_bit_s and rate_bit_s / 1e6
     return result
 
 

@@ -56,8 +56,13 @@ class CaptionsConfig(ImageOptions):
     """A caption with more words is a bad sample."""
 
 
-def _plan(config: CaptionsConfig) -> tuple[Source, Tree]:
-    """The captions; and the images in row order, labelled by part, with unusable captions as bad samples."""
+def prepare(config: CaptionsConfig) -> dict[str, Any]:
+    """Prepares the data and returns a summary fit for JSON.
+
+    Raises Failure: BAD_DATA for an unusable source, caption or image, NO_PERMISSION for an unreadable folder,
+    CANNOT_WRITE if the destination exists, IO_ERROR if the disk is full.
+    """
+    check_destination(config.source, config.destination)
     source = sources.find(Path(config.source), config.max_words)
     files = sorted(source.captions)
     lots = np.array([draw_lot(config.seed, file) for file in files], np.uint64)
@@ -68,6 +73,7 @@ def _plan(config: CaptionsConfig) -> tuple[Source, Tree]:
         parts = np.array([source.parts[file] for file in files], np.int64)
         order = np.lexsort((lots, parts))
         parts = parts[order]
+    # The images in row order, labelled by part, with unusable captions as bad samples.
     tree = Tree(
         root=source.root,
         classes=list(PARTS),
@@ -77,19 +83,7 @@ def _plan(config: CaptionsConfig) -> tuple[Source, Tree]:
         bad=source.problems,
         ignored=source.ignored,
     )
-    return source, tree
-
-
-def prepare(config: CaptionsConfig) -> dict[str, Any]:
-    """Prepares the data and returns a summary fit for JSON.
-
-    Raises Failure: BAD_DATA for an unusable source, caption or image, NO_PERMISSION for an unreadable folder,
-    CANNOT_WRITE if the destination exists, IO_ERROR if the disk is full.
-    """
-    check_destination(config.source, config.destination)
-    source, tree = _plan(config)
-    everything = np.arange(len(tree.files))
-    describe = functools.partial(_describe, config, source, tree, everything, {})
+    describe = functools.partial(_describe, config, source, tree, np.arange(len(tree.files)), {})
     made = make(config, tree, describe, functools.partial(_finish, config, source, tree))
     return {**made, "schema": SUMMARY}
 

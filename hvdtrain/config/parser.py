@@ -225,7 +225,7 @@ def parse(
     """
     parser = OptionParser(cls, prog=prog, purpose=purpose, positionals=positionals)
     given = vars(parser.parse_args(argv))
-    names = config_files(given.pop("config", []))
+    names = given.pop("config", []) or [value for name, value in os.environ.items() if name == PREFIX + "CONFIG"]
     fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(cls)  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     try:
@@ -274,11 +274,6 @@ def from_file(cls: type, name: str) -> dict[str, Any]:
         return checked(cls, table)
     except ValueError as error:
         raise ValueError(f"--config {name}: {error}") from None
-
-
-def config_files(given: Sequence[str]) -> list[str]:
-    """The files of --config; without the flag, the file of HVDTRAIN_CONFIG."""
-    return list(given) or [value for name, value in os.environ.items() if name == PREFIX + "CONFIG"]
 
 
 def misspelled_variables(cls: type) -> list[str]:

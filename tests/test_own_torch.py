@@ -33,9 +33,7 @@ def on_horovod() -> Any:
     ("launcher", "strategy", "words"),
     [
         ("forks", "", []),
-        pytest.param("torchrun", "", [], marks=pytest.mark.slow),
-        pytest.param("mpirun", "", ["late"], marks=pytest.mark.slow),
-        pytest.param("horovodrun --gloo", "powersgd", [], marks=pytest.mark.slow),
+        pytest.param("horovodrun --gloo", "powersgd", ["late"], marks=pytest.mark.slow),
     ],
 )
 def test_both_backends_return_the_same_results(launcher: str, strategy: str, words: list[str], on_horovod: Any) -> None:
@@ -87,14 +85,9 @@ def test_gradients_are_sent_during_backward_once_steps_are_alike() -> None:
     assert not any(overlapped["clamping_data"])
 
 
-@pytest.mark.parametrize(
-    ("launcher", "program"),
-    [("forks", []), pytest.param("torchrun", WITHOUT_HOROVOD, marks=pytest.mark.slow)],
-    ids=["Horovod", "without"],
-)
-def test_an_optimizer_trains_as_the_strategy_and_resumes_exactly(launcher: str, program: list[str]) -> None:
-    """The program compares, and raises if a check fails."""
-    assert document(launch(3, [*program, str(PROGRAMS / "own_optimizer.py")], launcher))["strategies"]
+def test_an_optimizer_trains_as_the_strategy_and_resumes_exactly() -> None:
+    """The program compares, and raises if a check fails. It needs no Horovod."""
+    assert document(launch(3, [*WITHOUT_HOROVOD, str(PROGRAMS / "own_optimizer.py")], "forks"))["strategies"]
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import LIMIT_S, PROGRAMS, Cluster, command, document, failing, here, launch, resnet, trainings, until
+from conftest import PROGRAMS, Cluster, command, document, failing, here, launch, trainings, until
 from runs import cut_off, read_run
 from test_faults import Job, is_rank
-from test_resnet_train import assert_same_arrays, newest_arrays, started, wait_for_steps
+from test_resnet_train import assert_same_arrays, newest_arrays
 from thread_ranks import ThreadRendezvous, at_once, meetings, reach
 
 from hvdtrain import strategies
@@ -452,33 +452,13 @@ def test_residuals_of_gradients_never_reach_weight_changes(reducer: str) -> None
 # --- as users start it ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_signal_to_mpirun_stops_a_run_and_it_resumes(tmp_path: Path) -> None:
-    flags = [*CALM, "--strategy", "powersgd", "--epochs"]
-    with started(2, tmp_path, *flags, "10000") as process:
-        wait_for_steps(process, tmp_path, 3)
-        process.send_signal(signal.SIGUSR1)
-        _, errors = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 75, errors
-    assert f"stopped; continue with mpirun -np 2 python -m hvdtrain.resnet --resume {tmp_path}\n" in errors
-    assert not (tmp_path / "COMPLETE").exists()
-    steps = read_run(tmp_path)["step"][-1].step + 1
-    epochs = steps // 8 + 1
-    summary = document(resnet(2, "--run-dir", str(tmp_path), *flags, str(epochs), "--resume", "--json"))
-    records = read_run(tmp_path)
-    assert [resumed.step for resumed in records["resumed"]] == [steps]
-    assert [step.step for step in records["step"]] == list(range(8 * epochs))
-    assert summary["steps"] == 8 * epochs
-
-
-@pytest.mark.parametrize("strategy", ["bf16", "async-ps:servers=1", "async-ps:servers=2"])
+@pytest.mark.parametrize("strategy", ["bf16", "async-ps:servers=2"])
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_job(strategy: str, tmp_path: Path) -> None:
     """It dies during an exchange: it is stopped first, so that the other rank waits for it. It may be a server."""
-    words = ["-m", "hvdtrain.resnet", *CALM, "--epochs", "10000", "--checkpoint-steps", "0", "--strategy", strategy]
+    words = ["-m", "hvdtrain.resnet", *CALM, "--epochs", "10000", "--checkpoint-steps", "4", "--strategy", strategy]
     with contextlib.closing(Job(command(2, [*words, "--run-dir", str(tmp_path / "job")]), tmp_path / "job")) as job:
-        records = job.folder / "metrics" / "rank0001.jsonl"
-        until(lambda: job.process.poll() is not None or (records.exists() and len(records.read_bytes())))
+        until(lambda: job.process.poll() is not None or [*job.folder.glob("checkpoints/step-*")])
         assert job.process.poll() is None, job.output()
         pids = [int(path.name) for path in Path("/proc").glob("[0-9]*") if is_rank(path, job.folder)]
         rank = {number(pid): pid for pid in pids}[1]
@@ -487,7 +467,7 @@ def test_a_killed_rank_ends_the_job(strategy: str, tmp_path: Path) -> None:
         os.kill(rank, signal.SIGKILL)
         assert job.end() == 137
         (line,) = (line for line in job.output().splitlines() if "hvdtrain: " in line)
-        assert "rank 1" in line and "died unexpectedly" in line
+        assert "rank 1" in line and "died unexpectedly" in line and line.endswith(f" --resume {job.folder}")
         assert not (job.folder / "COMPLETE").exists()
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import alone, forked
+from conftest import forked
 from PIL import Image
 from programs import first_hour
 from runs import make
@@ -119,10 +119,6 @@ def furnished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 PROGRAMS = r"hvdtrain|tools/|launch/|python -m|horovodrun|mpirun|\w+=\S+ \w"
-
-
-def test_the_list_of_commands_fits_a_terminal() -> None:
-    assert max(map(len, alone("cli", "--help").stdout.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -7,10 +7,6 @@ import functools
 import itertools
 import json
 import math
-import os
-import re
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,11 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import (
-    LIMIT_S,
     SMALL,
     alone,
     document,
-    environment,
     finished,
     first_of,
     here,
@@ -36,10 +30,8 @@ from conftest import (
     unique,
     until,
 )
-from conftest import command as started_by
 from hypothesis import given
 from hypothesis import strategies as st
-from test_faults import is_rank
 from test_resnet_train import newest_arrays
 from thread_ranks import at_once, meetings, reach
 
@@ -486,22 +478,6 @@ def test_a_run_resumed_with_other_stages_equals_an_uninterrupted_one(
     here("resnet", "--resume", str(tmp_path / "run"), "--stages", "1")
     one, resumed = arrays(trained(0, "--micro-batches", "4")), arrays(tmp_path / "run")
     assert all(np.array_equal(array, resumed[name]) for name, array in one.items())
-
-
-@pytest.mark.slow
-def test_a_killed_stage_ends_the_job(tmp_path: Path) -> None:
-    flags = [*SMALL[:4], "--epochs", "400", "--framework", "torch", "--stages", "3", "--run-dir", str(tmp_path / "run")]
-    words = started_by(3, ["-m", "hvdtrain.resnet", *flags])
-    with subprocess.Popen(words, env=environment(), stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True) as job:
-        metrics = tmp_path / "run" / "metrics" / "rank0002.jsonl"
-        until(lambda: (metrics.exists() and '"step"' in metrics.read_text()) or job.poll() is not None, 200)
-        ranks = [path for path in Path("/proc").glob("[0-9]*") if is_rank(path, tmp_path / "run")]
-        (middle,) = [path for path in ranks if re.search(rb"_RANK=1\0", (path / "environ").read_bytes())]
-        os.kill(int(middle.name), signal.SIGKILL)
-        output, _ = job.communicate(timeout=LIMIT_S)
-    assert job.returncode == 137, output
-    assert re.search(r"hvdtrain: rank 1 on \S+ died unexpectedly.*; ending the job", output), output
-    until(lambda: not any(is_rank(path, tmp_path / "run") for path in ranks), 100)
 
 
 @pytest.mark.slow

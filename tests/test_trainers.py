@@ -71,18 +71,5 @@ def test_a_trainer_saves_the_last_average_and_resumes_from_it(tmp_path: Path) ->
 
 
 @pytest.mark.root
-@pytest.mark.parametrize(
-    ("example", "strategy"),
-    [
-        ("hf_lora", "local-sgd:every=3,staleness=1+int8"),
-        ("lightning_mnist", "powersgd:rank=4"),
-        ("accelerate_digits", "powersgd:rank=4"),
-    ],
-)
-def test_examples_on_two_hosts(example: str, strategy: str, cluster: Cluster, tmp_path: Path) -> None:
-    words = f"{EXAMPLES[example]} {tmp_path / 'kept'}"
-    first = weights(words, tmp_path, strategy, cluster)
-    if example == "hf_lora":
-        again = weights(f"{words} --resume".replace("--steps 8", "--steps 12"), tmp_path, strategy, cluster)
-        assert first != again
-        assert (tmp_path / "kept" / "checkpoint-12").is_dir()
+def test_an_example_on_two_hosts(cluster: Cluster, tmp_path: Path) -> None:
+    weights(f"{EXAMPLES['hf_lora']} {tmp_path}", tmp_path, "local-sgd:every=3,staleness=1+int8", cluster)

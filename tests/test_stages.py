@@ -17,19 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import (
-    SMALL,
-    alone,
-    document,
-    finished,
-    first_of,
-    here,
-    refused,
-    resnet,
-    trainings,
-    unique,
-    until,
-)
+from conftest import SMALL, alone, document, finished, first_of, here, refused, resnet, trainings, unique, until
 from hypothesis import given
 from hypothesis import strategies as st
 from test_resnet_train import newest_arrays

@@ -291,14 +291,15 @@ def test_a_dry_run_sees_the_ranks_and_changes_nothing_here(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 @pytest.mark.slow
-def test_shipped_sweeps_pass_the_dry_run(path: Path, tmp_path: Path) -> None:
+def test_shipped_sweeps_pass_the_dry_run(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One experiment of each grid; reading the file has checked the keys and the strategies of all."""
     first = {one.settings.get("label"): one.name for one in reversed(grid.experiments(file.read(path)))}
-    command = [sys.executable, "-m", "hvdtrain.sweep", str(path), "--root", str(tmp_path), "--dry-run", "--json"]
-    command += [word for name in first.values() for word in ("--only", name)]
-    done = finished(command, extra={"HVDTRAIN_EPOCHS": "7"})
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
+    monkeypatch.setenv("HVDTRAIN_EPOCHS", "7")
+    only = [word for name in first.values() for word in ("--only", name)]
+    assert main([str(path), "--root", str(tmp_path), "--dry-run", "--json", *only]) == 0
+    document = json.loads(capsys.readouterr().out)
     assert document["sweep"] == path.stem
     for run in document["runs"]:
         assert run["state"] in ("waiting", "skipped")

@@ -15,12 +15,11 @@ CHAOS = [sys.executable, "tools/chaos.py"]
 @pytest.mark.root
 @pytest.mark.slow
 def test_survivors_lose_nothing(tmp_path: Path) -> None:
-    words = ["--faults", "2", "--seed", "14", "--kinds", "host,rank-0", "--rates", "unlimited", "--out", str(tmp_path)]
+    words = ["--faults", "1", "--seed", "14", "--kinds", "rank-0", "--rates", "unlimited", "--out", str(tmp_path)]
     done = finished([*CHAOS, *words, "--json", "--name", unique()])
     assert done.returncode == 0, done.stderr
-    runs = json.loads(done.stdout)["rows"]
-    assert [run["finished"] for run in runs] == [True, True]
-    assert all(run["continued_s"] > 0 for run in runs)
+    (run,) = json.loads(done.stdout)["rows"]
+    assert run["finished"] and run["continued_s"] > 0
 
 
 def test_wrong_options_are_one_line() -> None:

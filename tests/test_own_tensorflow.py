@@ -58,12 +58,8 @@ def test_two_ranks_with_half_the_batch_train_as_one_process(strategy: str) -> No
 
 @pytest.mark.parametrize(
     ("strategy", "program"),
-    [
-        pytest.param("", [], marks=pytest.mark.slow),
-        ("hierarchical", []),
-        pytest.param("hierarchical", [str(PROGRAMS / "without_horovod.py")], marks=pytest.mark.slow),
-    ],
-    ids=["Horovod", "tcp", "without Horovod"],
+    [pytest.param("", [], marks=pytest.mark.slow), ("hierarchical", [str(PROGRAMS / "without_horovod.py")])],
+    ids=["Horovod", "without Horovod"],
 )
 def test_a_single_step_moves_the_weights_by_the_sum(strategy: str, program: list[str]) -> None:
     extra = {"HVDTRAIN_STRATEGY": strategy} if strategy else {}

@@ -31,10 +31,7 @@ def on_horovod() -> Any:
 
 @pytest.mark.parametrize(
     ("launcher", "strategy", "words"),
-    [
-        ("forks", "", []),
-        pytest.param("horovodrun --gloo", "powersgd", ["late"], marks=pytest.mark.slow),
-    ],
+    [("forks", "", []), pytest.param("horovodrun --gloo", "powersgd", ["late"], marks=pytest.mark.slow)],
 )
 def test_both_backends_return_the_same_results(launcher: str, strategy: str, words: list[str], on_horovod: Any) -> None:
     on_tcp = calls(launcher, strategy, *words)

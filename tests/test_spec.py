@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from conftest import SMALL, document, failing, finished, here, installed
+from conftest import SMALL, failing, finished, here, installed
 from hypothesis import given
 from hypothesis import strategies as some
 
@@ -200,45 +199,11 @@ def test_a_checkpoint_with_outer_momentum_cannot_be_loaded_without_it() -> None:
 
 # --- plug-ins ----------------------------------------------------------------------------------------------
 
-PLUGIN = '''"""Sums the vectors and multiplies the sum."""
 
-import dataclasses
-
-from hvdtrain.config.constraints import Checked, bounded
-from hvdtrain.strategies.cost import Cost, all_reduce, elements
-from hvdtrain.strategies.reducers.base import Reducer
-
-
-class Mine(Reducer):
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Settings(Checked):
-        times: int = bounded(1, least=1, most=9, example=2)
-        """Factor of the sum"""
-
-    @classmethod
-    def cost(cls, shapes, hosts, settings=None):
-        return Cost(phases=all_reduce(elements(shapes), hosts))
-
-    def all_reduce(self, values, leaders):
-        leaders.all_reduce(values)
-        values *= self.settings.times
-'''
-
-
-def test_an_installed_package_can_add_a_strategy(tmp_path: Path) -> None:
-    (tmp_path / "mine_strategies.py").write_text(PLUGIN)
-    extra = installed(tmp_path, "mine = mine_strategies:Mine", "hvdtrain.strategies")
-
-    def trained(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "hvdtrain.resnet", "--framework", "torch", *SMALL, *words]
-        return finished([*command, "--run-dir", str(tmp_path / "run")], extra=extra)
-
-    assert re.search(r"^  mine +\d", trained("--strategy", "help").stdout, re.MULTILINE)
-    assert "times=whole number >= 1 and <= 9, default 1" in trained("--strategy", "help:mine").stdout
-    assert "no setting 'tims' of mine, did you mean times?" in trained("--strategy", "mine:tims=2").stderr
-    summary = document(trained("--strategy", "local-sgd:every=3+mine:times=2", "--epochs", "1", "--json"))
-    assert summary["strategy"] == "local-sgd:every=3+mine:times=2"
+def test_an_installed_strategy_that_is_none_is_an_error(tmp_path: Path) -> None:
+    """test_recipes.py installs and uses a right one."""
+    (tmp_path / "mine_strategies.py").touch()
+    command = [sys.executable, "-m", "hvdtrain.resnet", *SMALL, "--dry-run", "--strategy", "mine"]
     for value, why in (("mine_strategies:Nothing", "cannot be loaded"), ("json:dumps", "neither a Strategy nor")):
-        installed(tmp_path, f"mine = {value}", "hvdtrain.strategies")
-        done = trained("--strategy", "mine")
+        done = finished(command, extra=installed(tmp_path, f"mine = {value}", "hvdtrain.strategies"))
         assert (done.returncode, why in done.stderr) == (78, True), done.stderr

@@ -61,10 +61,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         name, ranks, strategy, flags = job
         variables = {"HVDTRAIN_RUN_DIR": os.path.relpath(folder / name, ROOT), "HVDTRAIN_STRATEGY": strategy}
         words = [str(PROGRAMS / "on_hosts.py"), "own_recorded"] if name == "quiet" else [SCRIPT]
-        return launch(ranks, [*words, *flags], extra=variables)
+        return launch(ranks, [*words, *flags], "mpirun" if strategy == "allreduce" else "forks", extra=variables)
 
-    with ThreadPoolExecutor(3) as pool:
-        for (name, *_), done in zip(jobs, pool.map(start, jobs), strict=True):
+    jobs.sort(key=lambda job: job[2] != "allreduce")
+    count = sum(strategy == "allreduce" for _, _, strategy, _ in jobs)
+    with ThreadPoolExecutor(2) as pool:
+        ended = pool.map(start, jobs[:count])
+        forked = [start(job) for job in jobs[count:]]
+        for (name, *_), done in zip(jobs, [*ended, *forked], strict=True):
             codes = {"failed": 1, "late": 3, "other": 3, "early": 1, "first": 1}
             assert done.returncode == codes.get(name, 0), done.stderr[-3000:]
             assert (f"run folder {folder / name}: 16 steps" in done.stderr) == (name in ("two", "quiet", "late"))
@@ -124,8 +128,8 @@ ENDS = [
 ]
 
 
-@pytest.mark.parametrize("module", [False, True])
-def test_normal_and_failed_ends_of_an_interpreter(module: bool, tmp_path: Path) -> None:
+def test_normal_and_failed_ends_of_an_interpreter(tmp_path: Path) -> None:
+    """Of scripts and, in turn, of modules."""
     watched = (
         "import atexit, sys, threading\nfrom sys import exit as leave\nfrom hvdtrain.horovod_api import exit_status\n"
     )
@@ -134,7 +138,7 @@ def test_normal_and_failed_ends_of_an_interpreter(module: bool, tmp_path: Path) 
     def end(case: tuple[int, tuple[str, bool]]) -> str:
         script = tmp_path / f"script{case[0]}.py"
         script.write_text(watched + case[1][0])
-        how = ["-m", script.stem] if module else [str(script)]
+        how = ["-m", script.stem] if case[0] % 2 else [str(script)]
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
         done = subprocess.run([sys.executable, *how], env=environment, capture_output=True, text=True, timeout=60)
         return done.stdout.splitlines()[-1]

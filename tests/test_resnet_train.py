@@ -152,29 +152,19 @@ def test_what_is_evaluated_after_an_epoch(tmp_path: Path, monkeypatch: pytest.Mo
     assert renewed == [2, 5], "batches of an epoch's five"
 
 
-@pytest.mark.parametrize(
-    ("framework", "launcher", "ranks", "epochs"),
-    [
-        ("torch", "horovodrun", 2, 5),
-        pytest.param("tensorflow", "horovodrun --hostfile", 2, 1, marks=pytest.mark.slow),
-        pytest.param("torch", "mpirun", 3, 1, marks=pytest.mark.slow),
-    ],
-)
-def test_ranks_learn_the_digits_and_record_equal_losses_and_disjoint_samples(
-    framework: str, launcher: str, ranks: int, epochs: int, tmp_path: Path
-) -> None:
-    flags = ["--framework", framework, "--epochs", str(epochs), "--seed", "1", "--json", *SMALL]
+def test_ranks_learn_the_digits_and_record_equal_losses_and_disjoint_samples(tmp_path: Path) -> None:
+    ranks, flags = 2, ["--framework", "torch", "--epochs", "5", "--seed", "1", "--json", *SMALL]
     flags += ["--image-size", "16", "--run-dir", str(tmp_path / "run")]
-    done = resnet(ranks, *flags, launcher=launcher)
+    done = resnet(ranks, *flags, launcher="horovodrun --hostfile")
     summary = document(done)
     assert (summary["ranks"], summary["nic_bytes"]) == (ranks, [])
-    assert summary["test_accuracy"] > 0.9 or epochs == 1
+    assert summary["test_accuracy"] > 0.9
     assert "hvdtrain: " not in done.stderr, "the sentinel says nothing of an ordinary end"
     found = [read_run(tmp_path / "run", rank) for rank in range(ranks)]
     assert all([s.loss for s in each["step"]] == [s.loss for s in found[0]["step"]] for each in found)
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert manifest["links"] == [], "a single host has none"
-    assert sum(s.samples for each in found for s in each["step"]) == epochs * manifest["data"]["train"]
+    assert sum(s.samples for each in found for s in each["step"]) == 5 * manifest["data"]["train"]
     assert sum(s.bytes_sent for s in found[0]["step"]) == summary["bytes_sent"] > 0
     arrays = newest_arrays(tmp_path / "run")
     assert {name.split("/")[0] for name in arrays} == {

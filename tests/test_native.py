@@ -73,7 +73,7 @@ def test_sigterm_still_makes_a_checkpoint_with_tensorflow(tmp_path: Path) -> Non
     assert newest_arrays(tmp_path)
 
 
-@pytest.mark.parametrize(("framework", "launcher"), [("torch", "torchrun"), ("tensorflow", "horovodrun --gloo")])
+@pytest.mark.parametrize(("framework", "launcher"), [("torch", "torchrun"), ("tensorflow", "mpirun")])
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_job_and_is_named_once(framework: str, launcher: str, tmp_path: Path) -> None:
     done = launch(2, [str(PROGRAMS / "failing.py"), framework, "native", str(tmp_path / "died")], launcher)
@@ -121,14 +121,12 @@ def test_a_port_in_use_is_skipped() -> None:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize(
-    ("framework", "launcher", "ranks"), [("torch", "mpirun.sh", 3), ("tensorflow", "horovodrun.sh --gloo", 2)]
-)
+@pytest.mark.parametrize(("framework", "ranks"), [("torch", 3), ("tensorflow", 2)])
 @pytest.mark.slow
 def test_between_hosts_the_links_interface_carries_the_data(
-    framework: str, launcher: str, ranks: int, cluster: Cluster, tmp_path: Path
+    framework: str, ranks: int, cluster: Cluster, tmp_path: Path
 ) -> None:
-    words = [*f"launch/{launcher} -H a:1,b:{ranks - 1} python -m hvdtrain.resnet --strategy native".split(), *CALM]
+    words = [*f"launch/mpirun.sh -H a:1,b:{ranks - 1} python -m hvdtrain.resnet --strategy native".split(), *CALM]
     words += ["--framework", framework, "--run-dir", str(tmp_path / "run"), "--batch-size", "64"]
     summary = document(cluster.on("a", *words))
     assert (summary["hosts"], summary["ranks"]) == (2, ranks)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from conftest import PROGRAMS, document, launch
 
-SLOW = ("local-sgd:every=4", "local-sgd:every=4+powersgd:rank=2", "auto:exact")
+SLOW = ("local-sgd:every=4+powersgd:rank=2", "auto:exact")
 STRATEGIES = ["local-sgd:every=2,staleness=1", *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)]
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import PROGRAMS, Cluster, document, environment, launch, until
+from conftest import PROGRAMS, Cluster, document, launch
 
 SCRIPT = str(PROGRAMS / "own_ddp.py")
 
@@ -84,25 +83,10 @@ def test_what_has_no_distributed_data_parallel_is_refused(tmp_path: Path) -> Non
 
 @pytest.mark.root
 @pytest.mark.slow
-def test_torchrun_starts_on_two_hosts_and_ends_when_asked(cluster: Cluster, tmp_path: Path) -> None:
-    """All ranks end with the job, also after a signal."""
-    words = ["hvdtrain", "launch", "torchrun", "--grace", "5", "-H", "a:1,b:1", "--strategy"]
+def test_torchrun_starts_on_two_hosts(cluster: Cluster) -> None:
+    words = ["hvdtrain", "launch", "torchrun", "-H", "a:1,b:1", "--strategy"]
     done = cluster.on("a", *words, "auto:exact", SCRIPT, "30")  # after 12 steps DistributedDataParallel exchanges
     report = document(done)
     assert all(report["equal"])
     assert report["worst"] < 1e-6
     assert done.stderr.count("hvdtrain: strategy hierarchical: ") == 1
-    script = tmp_path / "endless.py"
-    script.write_text(
-        "import sys, time, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "dist.barrier()\n"
-        f"open('{tmp_path}/began', 'w').close()\n"
-        "time.sleep(1000)\n"
-    )
-    job = subprocess.Popen([*cluster.command("exec", "a", "--"), *words, "powersgd", str(script)], env=environment())
-    until((tmp_path / "began").exists)
-    job.terminate()
-    assert job.wait(60)
-    for host in "ab":
-        until(lambda host=host: str(script) not in cluster.on(host, "ps", "-eww", "-o", "args").stdout)

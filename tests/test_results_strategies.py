@@ -157,18 +157,6 @@ def test_rates_are_sections_with_the_single_host_first(tmp_path: Path, capsys: p
     assert "No run over several hosts reached 99 %." in capsys.readouterr().out
 
 
-def test_launchers_of_one_strategy_have_their_own_rows(tmp_path: Path) -> None:
-    for hosts in (2, 3):
-        for launcher in ("a", "b"):
-            name, settings = f"{hosts}{launcher}", {"launcher": f"by {launcher}"}
-            runs.make(tmp_path / name, hosts=hosts, rate_mbit=RATE, kind="timing", settings=settings)
-    runs.make(tmp_path / "tuned", hosts=4, rate_mbit=RATE, kind="timing")
-    twice = [(hosts, f"by {launcher}") for hosts in (2, 3) for launcher in "ab"]
-    for more in ((), ("--best",)):
-        rows = runs.results("strategies", tmp_path, *more)["rows"]
-        assert sorted((row["hosts"], row["launcher"] or "") for row in rows) == [*twice, (4, "")]
-
-
 def test_each_rate_has_its_own_best(tmp_path: Path) -> None:
     for rate, lr in ((10.0, 0.1), (100.0, 0.1), (10.0, 0.2), (100.0, 0.2)):
         wait_s = 10 / rate * (1 if (rate == 10.0) == (lr == 0.1) else 3)

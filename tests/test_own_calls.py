@@ -16,13 +16,10 @@ from hvdtrain.horovod_api.calls import Calls, Op
 from hvdtrain.horovod_api.coordinator import Coordinator, Request, pack, unpack
 
 
-@pytest.mark.parametrize(
-    ("ranks", "launcher"), [pytest.param(3, "horovodrun --gloo", marks=pytest.mark.slow), (4, "forks")]
-)
-def test_results_equal_numpys_on_every_rank(ranks: int, launcher: str) -> None:
+def test_results_equal_numpys_on_every_rank() -> None:
     """The program compares the results and watches idle ranks. Errors must be the same on all ranks."""
-    errors = document(launch(ranks, [str(PROGRAMS / "calls_ranks.py")], launcher))["ranks"]
-    assert errors == [errors[0]] * ranks
+    errors = document(launch(4, [str(PROGRAMS / "calls_ranks.py")], "forks"))["ranks"]
+    assert errors == [errors[0]] * 4
 
 
 def test_a_single_process_has_the_same_calls() -> None:

@@ -200,23 +200,6 @@ def test_tensorflows_layout_gives_the_transpose() -> None:
         assert distance(same, np.concatenate([out[order], out[1080:]])) < 1e-5
 
 
-@pytest.mark.parametrize("bits", get_args(Bits))
-def test_the_mean_over_rounds_converges_to_the_input(bits: Bits) -> None:
-    """Matrices and vectors arrive in full with time."""
-    shapes = [(40, 90), (300,)]
-    whole = normal(0, elements(shapes))
-    reducers = reducers_of(2, shapes, 2, bits)
-    inputs = np.stack([0.25 * whole, 0.75 * whole])
-    total, misses = np.zeros(len(whole)), []
-    for turn in range(1, 161):
-        total += rounds(reducers, inputs)[0]
-        if turn in (40, 80, 160):
-            misses.append(distance(total / turn, whole))
-    assert misses[0] < 0.4
-    assert misses[1] < 0.6 * misses[0]
-    assert misses[2] < 0.6 * misses[1]
-
-
 @pytest.mark.parametrize(("bits", "off"), [(8, 0.02), (4, 0.3)])
 def test_rounding_adds_little_to_the_error_of_a_low_rank(bits: Bits, off: float) -> None:
     """Compares the residuals after 20 rounds with 32 bits and with fewer."""

@@ -122,20 +122,6 @@ def test_a_short_message_is_an_error(loops: Any, monkeypatch: pytest.MonkeyPatch
         cast.decode(np.zeros(198, np.uint8), values)
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
-def test_zeros_stay_zeros(bits: int) -> None:
-    out, own, _ = totals(np.zeros((3, 500), np.float32), bits)
-    assert not out.any()
-    assert not own.any()
-
-
-def test_a_quarter_and_an_eighth_of_the_bytes() -> None:
-    exact = 2 * 3 * 4 * 10_000 / 4
-    assert sent_bytes(10_000, 4, 32) == exact
-    assert sent_bytes(10_000, 4, 8) == 2 * 3 * 40 * 68 == pytest.approx(exact / 4, rel=0.1)
-    assert sent_bytes(10_000, 4, 4) == 2 * 3 * 40 * 36 == pytest.approx(exact / 8, rel=0.2)
-
-
 def test_code_is_compiled_again_if_it_is_damaged_and_a_line_says_if_it_cannot_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

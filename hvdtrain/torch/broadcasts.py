@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -38,8 +39,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     if not optimizer.state_dict()["state"]:
         _create_state(optimizer, model)
-    state = optimizer.state_dict()
-    if not state["state"]:
+    if not (state := optimizer.state_dict())["state"]:
         return
     tensors: list[tuple[str | None, Tensor]] = []
     others: dict[str, Any] = {}
@@ -65,10 +65,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
 
 
 def _create_state(optimizer: torch.optim.Optimizer, model: Any) -> None:
-    modules = model.modules() if model is not None else ()
     sparse = {
         id(parameter)
-        for module in modules
+        for module in (model.modules() if model is not None else ())
         if isinstance(module, torch.nn.Embedding) and module.sparse
         for parameter in module.parameters()
     }
@@ -78,4 +77,5 @@ def _create_state(optimizer: torch.optim.Optimizer, model: Any) -> None:
             zeros = torch.zeros_like(parameter)
             is_sparse = sparse_only or (isinstance(optimizer, torch.optim.SGD) and id(parameter) in sparse)
             parameter.grad = zeros.to_sparse() if is_sparse else zeros
-    optimizer.step()
+    with getattr(optimizer, "skip_synchronize", contextlib.nullcontext)():  # ranks that have a state make no step
+        optimizer.step()

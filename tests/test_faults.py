@@ -136,8 +136,8 @@ def test_a_rank_that_others_wait_for_is_reported_with_its_stack_and_ends_the_job
 @pytest.mark.root
 @pytest.mark.slow
 def test_a_long_transfer_is_not_a_stall(cluster: Cluster) -> None:
-    """Rank 2 waits for the first rank of its host during the whole transfer."""
-    throttle(cluster, "10mbit")
+    """Rank 2 waits for the first rank of its host during the whole transfer, for more than five limits of a second."""
+    throttle(cluster, "20mbit")
     try:
         done = cluster.on("a", "launch/mpirun.sh", "-H", "a:1,b:2", sys.executable, STALLING, "send", "1")
     finally:

@@ -18,6 +18,10 @@ SHAPES = [(16, 8), (8,)]
 SIZE = 16 * 8 + 8
 
 
+def span(arrays: range | None) -> slice:
+    return slice(0 if not arrays or arrays.start == 0 else 128, 128 if arrays and arrays.stop == 1 else SIZE)
+
+
 class Walk:
     """A replica whose updates add random numbers."""
 
@@ -39,11 +43,11 @@ class Walk:
     def apply(self, lr: float, arrays: range | None = None) -> None:
         self.own += self._draw.normal(0, lr, SIZE).astype(np.float32)
 
-    def weights(self) -> np.ndarray:
-        return self.own
+    def weights(self, arrays: range | None = None) -> np.ndarray:
+        return self.own[span(arrays)]
 
-    def set_weights(self, weights: np.ndarray) -> None:
-        self.own[:] = weights
+    def set_weights(self, weights: np.ndarray, arrays: range | None = None) -> None:
+        self.own[span(arrays)] = weights
 
 
 def walked(meeting: ThreadRendezvous, text: str, loading: dict[int, Any], steps: int) -> list[np.ndarray]:
@@ -79,7 +83,12 @@ WHO = {
 @pytest.mark.parametrize("who", WHO)
 @pytest.mark.parametrize(
     "text",
-    ["local-sgd:every=4", "local-sgd:every=4+powersgd:rank=1", "local-sgd:every=2,staleness=3,outer_momentum=0.5+int8"],
+    [
+        "local-sgd:every=4",
+        "local-sgd:every=4+powersgd:rank=1",
+        "local-sgd:every=2,staleness=3,outer_momentum=0.5+int8",
+        "local-sgd:every=4,staleness=1,parts=2,outer_momentum=0.5+int8",
+    ],
 )
 def test_ranks_agree_again_whoever_has_loaded_a_model(text: str, who: str) -> None:
     """Also within a round, and while earlier rounds are being exchanged."""
@@ -92,7 +101,7 @@ def test_ranks_agree_again_whoever_has_loaded_a_model(text: str, who: str) -> No
 @pytest.mark.parametrize("who", WHO)
 def test_loaded_models_are_averaged_as_they_are(who: str) -> None:
     """With a lossy reducer too, whose error would be that of the whole jump."""
-    for text in ("local-sgd:every=4", "local-sgd:every=4+int4"):
+    for text in ("local-sgd:every=4", "local-sgd:every=4+int4", "local-sgd:every=4,parts=2+int4"):
         seen = ranks(text, {6: WHO[who]}, 8)
         before, after = [each[6] for each in seen], [each[7] for each in seen]
         changes = 0.1 * np.sqrt(SIZE)  # of one more step
@@ -124,3 +133,32 @@ def test_what_a_script_writes_is_averaged_though_ranks_write_different_things() 
     for other in others:
         np.testing.assert_array_equal(first, other)
     assert abs(first.mean() - 6) < 0.5, "three rounds of two writes, whose mean is 1"
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_each_part_is_averaged_in_its_turn(staleness: int) -> None:
+    """The later arrays first, as if each part were a model of its own. At the end of 13 steps all are averaged."""
+    text = f"local-sgd:every=4,parts=2,staleness={staleness},outer_lr=0.7,outer_momentum=0.5"
+    seen = np.array(ranks(text, {}, 13))
+    changes = np.array([[next_change(draw) for _ in range(13)] for draw in map(np.random.default_rng, range(3))])
+    for arrays, first in ((slice(128, SIZE), 2), (slice(0, 128), 4)):
+        weights, common, velocity = np.zeros((3, SIZE)), np.zeros(SIZE), np.zeros(SIZE)
+        began, sent = weights.copy(), list[tuple[int, np.ndarray]]()
+        for step in range(1, 15):  # the last one is the synchronization
+            if last := step == 14:
+                step = 13
+            else:
+                weights = weights + changes[:, step - 1]
+            if last or step % 4 == first % 4:
+                sent.append((step, weights - began))
+                began = weights.copy()
+            while sent and (last or sent[0][0] + staleness <= step):
+                own = sent.pop(0)[1]
+                velocity = 0.5 * velocity + own.mean(axis=0)
+                move = 0.7 * (own.mean(axis=0) + 0.5 * velocity)
+                weights, began, common = weights + move - own, began + move - own, common + move
+            np.testing.assert_allclose(seen[:, step - (not last), arrays], weights[:, arrays], atol=1e-5)
+
+
+def next_change(draw: np.random.Generator) -> np.ndarray:
+    return draw.normal(0, 0.1, SIZE)

@@ -49,7 +49,7 @@ def test_evaluations_and_checkpoints_see_equal_weights_and_a_run_resumes(tmp_pat
     """Also in the middle of a round, and if one rank evaluates or saves alone."""
     kept = str(tmp_path / "checkpoint.pt")
     for steps in ("7", "14"):
-        report = document(launch(2, ddp("local-sgd:every=4,staleness=1+int8", SCRIPT, steps, kept), "forks"))
+        report = document(launch(2, ddp("local-sgd:every=4,staleness=1,parts=2+int8", SCRIPT, steps, kept), "forks"))
         assert all(report["equal"])
         assert report["worst"] < report["moved"]
 

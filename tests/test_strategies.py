@@ -56,7 +56,7 @@ RESUMED: dict[str, tuple[str, int | None]] = {
     "local-sgd": ("--strategy local-sgd:every=3,start=2,outer_lr=0.7,outer_momentum=0.6", 5),
     "powersgd": ("--strategy powersgd", None),
     "central": ("--strategy central", 5),
-    STALE: ("--strategy local-sgd:every=3,staleness=1", 7),
+    STALE: ("--strategy local-sgd:every=3,staleness=1,parts=3,outer_momentum=0.6", 6),
     "local-sgd:staleness=2+powersgd": (
         "--strategy local-sgd:every=1,staleness=2,outer_momentum=0.6+powersgd --check-replicas 0",
         7,

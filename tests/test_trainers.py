@@ -72,4 +72,4 @@ def test_a_trainer_saves_the_last_average_and_resumes_from_it(tmp_path: Path) ->
 
 @pytest.mark.root
 def test_an_example_on_two_hosts(cluster: Cluster, tmp_path: Path) -> None:
-    weights(f"{EXAMPLES['hf_lora']} {tmp_path}", tmp_path, "local-sgd:every=3,staleness=1+int8", cluster)
+    weights(f"{EXAMPLES['hf_lora']} {tmp_path}", tmp_path, "local-sgd:every=3,staleness=1,parts=3+int8", cluster)

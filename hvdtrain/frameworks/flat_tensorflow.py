@@ -37,12 +37,18 @@ class FlatVariables:
             for piece, shape, variable in zip(pieces, self._shapes, self.variables, strict=True)
         ]
 
-    def weights(self) -> np.ndarray:
-        return concatenate([variable.read_value() for variable in self.variables])
+    def span(self, arrays: range | None = None) -> slice:
+        """Return the position of some variables, or of all, in a vector."""
+        return slice(self.borders[arrays.start], self.borders[arrays.stop]) if arrays else slice(0, self.size)
 
-    def set_weights(self, weights: np.ndarray) -> None:
-        for variable, piece in zip(self.variables, self.split(weights), strict=True):
-            variable.assign(piece)
+    def weights(self, arrays: range | None = None) -> np.ndarray:
+        some = range(len(self.variables)) if arrays is None else arrays
+        return concatenate([self.variables[index].read_value() for index in some])
+
+    def set_weights(self, weights: np.ndarray, arrays: range | None = None) -> None:
+        for index in range(len(self.variables)) if arrays is None else arrays:
+            begin, shape = self.borders[index] - self.span(arrays).start, self._shapes[index]
+            self.variables[index].assign(weights[begin : begin + math.prod(shape)].reshape(shape))
 
 
 def concatenate(tensors: Sequence[Any], out: np.ndarray | None = None) -> np.ndarray:

@@ -55,10 +55,15 @@ class FlatGradients:
         """Weights in the form that the strategy takes. This may be their own memory."""
         return arrays.to_host(weights) if arrays.is_numpy(self.memory) else weights
 
-    def split(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """Views of a vector in the shapes of the parameters."""
-        pieces = vector[: self.size].split(self._sizes)
-        return [piece.view(parameter.shape) for piece, parameter in zip(pieces, self.parameters, strict=True)]
+    def split(self, vector: torch.Tensor, arrays: range | None = None) -> list[torch.Tensor]:
+        """Views of a vector in the shapes of the parameters, or of a part of it, which begins with these arrays."""
+        some = slice(arrays.start, arrays.stop) if arrays else slice(None)
+        pieces = vector[: sum(self._sizes[some])].split(self._sizes[some])
+        return [piece.view(parameter.shape) for piece, parameter in zip(pieces, self.parameters[some], strict=True)]
+
+    def span(self, arrays: range | None = None) -> slice:
+        """The position of some arrays, or of all, in the vector."""
+        return slice(self.borders[arrays.start], self.borders[arrays.stop]) if arrays else slice(0, self.size)
 
     def set_tail(self, tail: torch.Tensor) -> None:
         self.tail.copy_(tail)

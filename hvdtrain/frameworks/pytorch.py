@@ -209,13 +209,13 @@ class TorchReplica:
         norm = torch.nn.utils.get_total_norm(gradients)
         torch._foreach_mul_(gradients, torch.clamp(self._clip_norm / (norm + CLIP_EPSILON), max=1.0))
 
-    def weights(self) -> Array:
+    def weights(self, arrays: range | None = None) -> Array:
         assert self._flat is not None
-        return self._flat.as_given(self._flat.weights)
+        return self._flat.as_given(self._flat.weights[self._flat.span(arrays)])
 
-    def set_weights(self, weights: Array) -> None:
+    def set_weights(self, weights: Array, arrays: range | None = None) -> None:
         assert self._flat is not None
-        self._flat.weights.copy_(torch.as_tensor(weights), non_blocking=True)
+        self._flat.weights[self._flat.span(arrays)].copy_(torch.as_tensor(weights), non_blocking=True)
 
     def waited_s(self) -> float | None:
         return self._step.waited_s()

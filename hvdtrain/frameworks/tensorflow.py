@@ -234,11 +234,11 @@ class TensorFlowReplica:
             self._update_graphs[arrays] = tf.function(functools.partial(self._apply, weights), autograph=False)
         self._update_graphs[arrays](gradients, tf.constant(lr, tf.float32))
 
-    def weights(self) -> np.ndarray:
-        return self._flat.weights()
+    def weights(self, arrays: range | None = None) -> np.ndarray:
+        return self._flat.weights(arrays)
 
-    def set_weights(self, weights: np.ndarray) -> None:
-        self._flat.set_weights(weights)
+    def set_weights(self, weights: np.ndarray, arrays: range | None = None) -> None:
+        self._flat.set_weights(weights, arrays)
 
     def _apply(self, weights: dict[str, tf.Variable], gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
         if not self._scaled:

@@ -162,6 +162,7 @@ def predict(
     nodes = nodes or nodes_of(profile, hosts, global_batch / ranks)
     cost = exchange.cost(profile.shapes, Layout(ranks=ranks, hosts=len(hosts)))
     cost = dataclasses.replace(cost, every=cost.every * accumulation)
+    nodes = [dataclasses.replace(node, averaging_s=node.averaging_s * cost.share) for node in nodes]
     traffic = traffic_of(profile, exchange, cost, hosts)
     simulated_s = simulate(nodes, traffic)
     uncoded = [dataclasses.replace(each, coding_s=0.0) for each in traffic.messages]

@@ -53,6 +53,8 @@ class Cost:
     """In the order in which they run; empty if nothing is sent"""
     every: int = 1
     """Training steps per exchange"""
+    share: float = 1.0
+    """Share of the model in an exchange"""
     exact: bool = False
     """Whether whole gradients are summed in full precision, with the bytes of an all-reduce"""
     independent: bool = False

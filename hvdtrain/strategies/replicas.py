@@ -77,8 +77,8 @@ class Vectors(Protocol):
         If `vector` was called, the gradients are those that the vector holds now.
         """
 
-    def weights(self) -> Array:
-        """Return all trainable weights; this may be the replica's own memory."""
+    def weights(self, arrays: range | None = None) -> Array:
+        """Return all trainable weights, or those of some arrays; this may be the replica's own memory."""
 
-    def set_weights(self, weights: Array) -> None:
-        """Copy these weights into the replica. The caller changes the array later."""
+    def set_weights(self, weights: Array, arrays: range | None = None) -> None:
+        """Copy these weights into the replica, or into some of its arrays. The caller changes them later."""

@@ -210,11 +210,13 @@ class Step:
             self._events.put(True)
             self._resume.acquire()
 
-    def weights(self) -> np.ndarray:
-        return self._flat.weights() if self._new is None else self._new
+    def weights(self, arrays: range | None = None) -> np.ndarray:
+        return self._flat.weights(arrays) if self._new is None else self._new[self._flat.span(arrays)]
 
-    def set_weights(self, weights: np.ndarray) -> None:
-        self._new = weights.copy()
+    def set_weights(self, weights: np.ndarray, arrays: range | None = None) -> None:
+        if self._new is None:
+            self._new = weights.copy() if arrays is None else self._flat.weights()
+        self._new[self._flat.span(arrays)] = weights
 
     # --- outside of graphs --------------------------------------------------------------------------------------
 

@@ -161,14 +161,19 @@ class Parameters:
         self._update()
 
     @torch.no_grad()
-    def weights(self) -> Array:
-        flat = torch.empty(self._flat.size, dtype=torch.float32, device=self._device)
-        torch._foreach_copy_(self._flat.split(flat), self._parameters)
+    def weights(self, arrays: range | None = None) -> Array:
+        span = self._flat.span(arrays)
+        flat = torch.empty(span.stop - span.start, dtype=torch.float32, device=self._device)
+        torch._foreach_copy_(self._flat.split(flat, arrays), self._some(arrays))
         return self._flat.as_given(flat)
 
     @torch.no_grad()
-    def set_weights(self, weights: Array) -> None:
-        torch._foreach_copy_(self._parameters, self._flat.split(torch.as_tensor(weights, device=self._device)))
+    def set_weights(self, weights: Array, arrays: range | None = None) -> None:
+        pieces = self._flat.split(torch.as_tensor(weights, device=self._device), arrays)
+        torch._foreach_copy_(self._some(arrays), pieces)
+
+    def _some(self, arrays: range | None) -> list[torch.nn.Parameter]:
+        return self._parameters[arrays.start : arrays.stop] if arrays else self._parameters
 
     @torch.no_grad()
     def shaped(self, weights: Array) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ Each survivor writes FOLDER/RANK.json. Used by test_elastic.py.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -30,7 +31,12 @@ from hvdtrain.training.train_state import Position
 
 SHAPES = ((60, 50), (50,), (80, 70), (70, 90), (30,))
 SIZE = sum(int(np.prod(shape)) for shape in SHAPES)
+BORDERS = [0, *itertools.accumulate(int(np.prod(shape)) for shape in SHAPES)]
 STEPS, LR, SAMPLES = 12, 0.05, 8
+
+
+def span(arrays: range | None) -> slice:
+    return slice(BORDERS[arrays.start], BORDERS[arrays.stop]) if arrays else slice(0, SIZE)
 
 
 class Replica:
@@ -64,11 +70,11 @@ class Replica:
         self.momentum += self.memory[:SIZE]
         self._weights -= np.float32(lr) * self.momentum
 
-    def weights(self) -> np.ndarray:
-        return self._weights
+    def weights(self, arrays: range | None = None) -> np.ndarray:
+        return self._weights[span(arrays)]
 
-    def set_weights(self, weights: np.ndarray) -> None:
-        self._weights[:] = weights
+    def set_weights(self, weights: np.ndarray, arrays: range | None = None) -> None:
+        self._weights[span(arrays)] = weights
 
     def local_state(self) -> dict[str, np.ndarray]:
         return {"statistic": self.statistic}

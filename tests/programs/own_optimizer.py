@@ -23,7 +23,7 @@ from hvdtrain.horovod_api import job
 from hvdtrain.observe.timing import Clock
 
 STRATEGIES = ("hierarchical", "powersgd:rank=2", "local-sgd:every=3,start=2,outer_momentum=0.5")
-STRATEGIES += ("local-sgd:every=3,staleness=1+powersgd:rank=2,bits=4",)
+STRATEGIES += ("local-sgd:every=3,staleness=1,parts=3+powersgd:rank=2,bits=4",)
 LR, STEPS = 0.1, 8
 
 
@@ -88,12 +88,15 @@ class Plain:
         self.velocity = np.float32(0.9) * self.velocity + self.gradients[:-3]
         self.set_weights(flat(self.net) - np.float32(LR) * self.velocity)
 
-    def weights(self) -> np.ndarray:
-        return flat(self.net)
+    def weights(self, arrays: range | None = None) -> np.ndarray:
+        return torch.cat([each.detach().reshape(-1) for each in self.some(arrays)]).numpy().copy()
 
     @torch.no_grad()
-    def set_weights(self, weights: np.ndarray) -> None:
-        torch.nn.utils.vector_to_parameters(torch.from_numpy(weights.copy()), self.net.parameters())
+    def set_weights(self, weights: np.ndarray, arrays: range | None = None) -> None:
+        torch.nn.utils.vector_to_parameters(torch.from_numpy(weights.copy()), self.some(arrays))
+
+    def some(self, arrays: range | None) -> list[torch.nn.Parameter]:
+        return list(self.net.parameters())[arrays.start if arrays else 0 : arrays.stop if arrays else None]
 
 
 def optimizer_equals_strategy(strategy: str) -> None:

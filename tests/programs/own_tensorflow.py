@@ -178,7 +178,7 @@ def fits(folder: Path) -> dict[str, Any]:
         "tape": taped,
     }
     if ON_TCP:
-        stale = "local-sgd:every=2,staleness=1"
+        stale = "local-sgd:every=2,staleness=1,parts=2"
         late_built = lambda: model(distributed(sgd(), strategy=stale), 3 + hvd.rank(), built_by_fit=True)  # noqa: E731
         runs["alone, plain"] = lambda: alone(plain())
         runs["averaged"] = lambda: fitted(model(distributed(plain(), strategy="local-sgd:every=1")))

@@ -9,6 +9,9 @@ With `staleness` = S the exchange of a round runs during the next S steps. Each 
 then the mean change replaces its own change in them (Wang, Liang and Joshi, "Overlap local-SGD", 2020, with S = H;
 Douillard et al., "Streaming DiLoCo", 2025, with smaller S). No rank waits if the exchange takes at most S steps.
 
+With `parts` = P the model's layers are divided into P parts, which are averaged in turn, one every H/P steps (Streaming
+DiLoCo). So the network works evenly, and S = 1 hides exchanges that would take P steps in one piece.
+
 `start` exchanges gradients in each of the first steps, when weights change fastest (post-local SGD: Lin et al., 2020).
 `outer_lr` and `outer_momentum` treat the mean change as a gradient and make Nesterov steps with it (DiLoCo: Douillard
 et al., 2023). A reducer with error feedback adds its residual to the next change. At the end of `start` it drops the
@@ -23,6 +26,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -37,7 +42,7 @@ from hvdtrain.comm.errors import PeerLost
 from hvdtrain.config.constraints import Checked, bounded
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Clock
-from hvdtrain.strategies.algorithms.synchronous import Synchronous, summed_cost
+from hvdtrain.strategies.algorithms.synchronous import Bucket, Synchronous, summed_cost
 from hvdtrain.strategies.base import Capabilities, ReducerCost
 from hvdtrain.strategies.cost import Cost, Layout, Shape
 from hvdtrain.strategies.reducers.base import Reducer
@@ -46,13 +51,33 @@ from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
 
+@dataclasses.dataclass(eq=False)
+class Part:
+    """Arrays that are averaged together."""
+
+    bucket: Bucket
+    arrays: range | None
+    """None: all"""
+    due: int = 0
+    """The step at whose end its change is sent"""
+    steps: int = 0
+    samples: int = 0
+    all_samples: int = 0
+    """Of the current round: steps, samples of this rank and of all ranks"""
+
+    @property
+    def size(self) -> int:
+        return self.bucket.span.stop - self.bucket.span.start
+
+
 class InFlight(NamedTuple):
     """A weight change that is being exchanged."""
 
+    part: Part
     due: int
     """The step at whose end it is used"""
     own: Array
-    """This rank's change; empty without staleness, when nobody asks for it"""
+    """This rank's change of the part; empty without staleness, when nobody asks for it"""
     change: Array
     """This rank's weighted change, whether it has restarted, and totals; after the exchange, the sums over ranks"""
     sent_bytes: Future[int]
@@ -72,6 +97,7 @@ class LocalSGD(Synchronous):
 
     All ranks have the same bits in `_anchor`. Adding the changes that are being exchanged gives `_began`, and adding
     the change of the current round gives the weights. What a script writes to the weights is part of that change.
+    Without staleness `_began` is `_anchor`.
     """
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,6 +112,8 @@ class LocalSGD(Synchronous):
         """Nesterov momentum of the mean changes; 0: none"""
         staleness: int = bounded(0, least=0, example=1)
         """Steps computed during an exchange, before its result is used"""
+        parts: int = bounded(1, least=1, example=2)
+        """Parts of the model that are averaged in turn, each every `every` steps"""
 
     capabilities = Capabilities(
         takes_reducer=True,
@@ -99,25 +127,53 @@ class LocalSGD(Synchronous):
         self, world: Communicator, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
     ) -> None:
         super().__init__(world, shapes, config, settings, reducer)
-        if settings.staleness:  # otherwise a checkpoint waits for the end of the round, and has fewer arrays
+        if settings.staleness or settings.parts > 1:  # otherwise a checkpoint waits for the round's end, and is smaller
             self.capabilities = dataclasses.replace(self.capabilities, saves_anytime=True)
+        if len(ranges := parts(shapes, settings.parts)) > 1:
+            if not self._reducer.supports_buckets:
+                raise Failure(
+                    f"parts={settings.parts} needs a reducer that sums them one by one; hint: int2 or int8",
+                    exits.BAD_CONFIG,
+                )
+            self._buckets = self._made(ranges)
+        self._parts = [Part(each, each.arrays if len(ranges) > 1 else None) for each in self._buckets]
         self._in_flight: collections.deque[InFlight] = collections.deque()
         self._steps = 0  # of the whole run
         self._restarted = False
         """Whether this rank's round began with weights that its script has loaded"""
-        self._drifted, self._samples, self._all_samples = 0, 0, 0  # steps and samples of the current round
-        self._tail = np.zeros(1)  # sum of the current round's tails
+        self._tail = np.zeros(1)  # sum of the tails since the last exchange
         self._began: Array = np.zeros(0, np.float32)
         self._anchor: Array = self._began
         self._velocity: Array = np.zeros(self._size if settings.outer_momentum else 0, np.float32)
         self._placed = False
         """Whether these arrays are where the replica has its weights"""
+        self._begin_round()
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, reducer_cost: ReducerCost) -> Cost:
-        cost = summed_cost(reducer_cost([range(len(shapes))]), layout)
-        phases = tuple(dataclasses.replace(phase, needed_at=1.0 + settings.staleness) for phase in cost.phases)
-        return Cost(phases=phases, every=settings.every)
+        costs = reducer_cost(parts(shapes, settings.parts))
+        longest, between = max(costs, key=lambda cost: cost.sent_bytes), max(1, settings.every // settings.parts)
+        scale = sum(cost.sent_bytes for cost in costs) * between / settings.every / (longest.sent_bytes or 1.0)
+        phases = [  # of a mean part
+            dataclasses.replace(
+                phase,
+                bytes_per_peer=phase.bytes_per_peer * scale,
+                numbers=phase.numbers * scale,
+                needed_at=1.0 + settings.staleness,
+            )
+            for phase in summed_cost([longest], layout).phases
+        ]
+        return Cost(phases=tuple(phases), every=between, share=between / settings.every)
+
+    def _begin_round(self) -> None:
+        """All ranks have the same weights. Spread the exchanges of the parts over the next round."""
+        for number, part in enumerate(self._parts, start=1):
+            part.due = self._steps + self.settings.every * number // len(self._parts)
+            part.steps = part.samples = part.all_samples = 0
+
+    @property
+    def _drifted(self) -> bool:
+        return any(part.steps for part in self._parts)
 
     @property
     def in_sync(self) -> bool:
@@ -138,7 +194,8 @@ class LocalSGD(Synchronous):
             exchanged = self._summed(replica, vector, lr, clock)
             self._steps, self.averages = self._steps + 1, self.averages + 1
             if self._steps == self.settings.start:
-                self._reducer.drop_residual()  # a residual of gradients is not one of weight changes
+                self._drop_residual()  # a residual of gradients is not one of weight changes
+            self._begin_round()
             return exchanged
         self._steps += 1
         with clock.span("compute"):
@@ -148,10 +205,11 @@ class LocalSGD(Synchronous):
             replica.apply(lr)
             tail = replica.tail()
             self._tail = self._tail + tail
-        self._drifted, self._samples = self._drifted + 1, self._samples + samples
-        self._all_samples += all_samples
-        if self._drifted >= self.settings.every and not self._world.suspended:
-            self._send(replica, clock)
+        for part in self._parts:
+            part.steps, part.samples = part.steps + 1, part.samples + samples
+            part.all_samples += all_samples
+            if part.due <= self._steps and not self._world.suspended:
+                self._send(part, replica, clock)
         return self._receive(replica, clock, self._steps, float(tail[0] / samples))
 
     def _place(self, replica: Vectors) -> None:
@@ -169,49 +227,58 @@ class LocalSGD(Synchronous):
     def _set_anchor(self, replica: Vectors) -> None:
         """A round begins, in which all ranks have the replica's weights."""
         self._place(replica)
-        weights = replica.weights()
-        self._anchor = self._began = array_namespace(weights).asarray(weights, copy=True)
+        copy = functools.partial(array_namespace(weights := replica.weights()).asarray, weights, copy=True)
+        self._anchor = copy()
+        self._began = copy() if self.settings.staleness else self._anchor
 
     def synchronize(self, replica: Vectors, clock: Clock) -> Exchanged:
         self._place(replica)
-        if self._drifted and not self._world.suspended:
-            self._send(replica, clock)
-        return self._receive(replica, clock, self._steps + self.settings.staleness, 0.0)
+        for part in self._parts if not self._world.suspended else ():
+            if part.steps:
+                self._send(part, replica, clock)
+        exchanged = self._receive(replica, clock, self._steps + self.settings.staleness, 0.0)
+        if self.in_sync:
+            self._begin_round()
+        return exchanged
 
-    def _send(self, replica: Vectors, clock: Clock) -> None:
-        """End the round and start the exchange of its change."""
+    def _send(self, part: Part, replica: Vectors, clock: Clock) -> None:
+        """End a part's round and start the exchange of its change."""
+        size, span = part.size, part.bucket.span
         with clock.span("compute"):
-            weights, xp = replica.weights(), array_namespace(self._anchor)
-            change = empty(self._size + 1 + self._tail.size, self._anchor)
-            own = empty(self._size, self._anchor) if self.settings.staleness else change[: self._size]
-            xp.subtract(weights, self._began, out=own)
-            xp.multiply(own, self._samples / self._all_samples, out=change[: self._size])
+            weights, xp = replica.weights(part.arrays), array_namespace(self._anchor)
+            change = empty(size + 1 + self._tail.size, self._anchor)
+            own = empty(size, self._anchor) if self.settings.staleness else change[:size]
+            xp.subtract(weights, self._began[span], out=own)
+            xp.multiply(own, part.samples / part.all_samples, out=change[:size])
             if self.settings.staleness:
-                self._began = xp.asarray(weights, copy=True)
+                self._began[span] = weights
             else:
                 own = own[:0]
             totals = np.array([self._restarted, *self._tail], np.float32)
-            change[self._size :] = placed_like(totals, change)
+            change[size:] = placed_like(totals, change)
             self._restarted = False
         before: dict[str, np.ndarray] = {}
-        work = functools.partial(self._exchange, change, before, handover(change))
+        work = functools.partial(self._exchange, part, change, before, handover(change))
         sent = self._thread.submit(self._in_background, change, work)
         due = self._steps + self.settings.staleness
-        self._in_flight.append(InFlight(due, own, change, sent, self._drifted, self._samples, self._tail, before))
-        self._drifted = self._samples = self._all_samples = 0
-        self._tail = np.zeros(1)
+        self._in_flight.append(InFlight(part, due, own, change, sent, part.steps, part.samples, self._tail, before))
+        part.due = self._steps + self.settings.every
+        part.steps = part.samples = part.all_samples = 0
+        self._tail = np.zeros_like(self._tail)
 
-    def _exchange(self, change: Array, before: dict[str, np.ndarray], ready: Callable[[], None] | None) -> int:
+    def _exchange(
+        self, part: Part, change: Array, before: dict[str, np.ndarray], ready: Callable[[], None] | None
+    ) -> int:
         """Runs in the background. Returns the payload bytes sent."""
         if ready:
             ready()
         if not self._world.elastic:
-            return self._world.reduce(change, self._size, self._reducer)
+            return self._world.reduce(change, part.size, part.bucket.reducer)
         if self._world.suspended:
             raise PeerLost("an earlier exchange was interrupted")
-        before |= self._reducer.state() or {"none": np.zeros(0)}
+        before |= part.bucket.reducer.state() or {"none": np.zeros(0)}
         try:
-            sent = self._world.reduce(change, self._size, self._reducer)
+            sent = self._world.reduce(change, part.size, part.bucket.reducer)
             self._world.confirm()
         except PeerLost:
             self._world.lost()
@@ -231,7 +298,7 @@ class LocalSGD(Synchronous):
                         raise
                     break  # `settle` decides
             self._in_flight.popleft()
-            restarts, *tail = to_host(flight.change[self._size :])
+            restarts, *tail = to_host(flight.change[flight.part.size :])
             tails.append(np.array(tail))
             with clock.span("communication"):
                 agree = not restarts or self._starts_agree(replica, restarts)
@@ -244,19 +311,21 @@ class LocalSGD(Synchronous):
         """Replace this rank's own change by the mean."""
         if flight.void:
             return
-        self.averages += 1
-        self._anchor += self._outer(flight.change[: self._size])
-        began = self._anchor
-        if self._in_flight:
-            began = array_namespace(began).asarray(began, copy=True)
-            for other in self._in_flight:
-                if not other.void:
-                    began += other.own
-        if self._drifted:  # the weights are `_began` plus the change of the current round
-            replica.set_weights(replica.weights() - self._began + began)
-        else:
-            replica.set_weights(began)
-        self._began = began
+        part, span = flight.part, flight.part.bucket.span
+        self.averages += part is self._parts[-1]
+        self._anchor[span] += self._outer(flight.change[: part.size], span)
+        if not self.settings.staleness:
+            replica.set_weights(self._anchor[span], part.arrays)
+            return
+        began = array_namespace(self._anchor).asarray(self._anchor[span], copy=True)
+        for other in self._in_flight:
+            if other.part is part and not other.void:
+                began += other.own
+        weights = began
+        if part.steps:  # the weights are `_began` plus the change of the current round
+            weights = replica.weights(part.arrays) - self._began[span] + began
+        replica.set_weights(weights, part.arrays)
+        self._began[span] = began
 
     def restart(self, replica: Vectors) -> None:
         """The round continues from the script's weights, and no change from before counts.
@@ -273,7 +342,11 @@ class LocalSGD(Synchronous):
         wait([flight.sent_bytes for flight in self._in_flight])  # the reducer is idle
         self._in_flight = collections.deque(flight._replace(void=True) for flight in self._in_flight)
         self._set_anchor(replica)
-        self._reducer.drop_residual()
+        self._drop_residual()
+
+    def _drop_residual(self) -> None:
+        for bucket in self._buckets:
+            bucket.reducer.drop_residual()
 
     def _starts_agree(self, replica: Vectors, restarts: float) -> bool:
         """Whether all ranks have restarted with the same weights, so that their changes can be averaged. Collective.
@@ -292,8 +365,8 @@ class LocalSGD(Synchronous):
         return False
 
     def _arrived(self, tails: Sequence[np.ndarray], sent: int, loss: float) -> Exchanged:
-        if not tails:
-            return Exchanged(loss=loss)
+        if not any(map(np.any, tails)):  # of several parts that are sent in the same step, the first has the totals
+            return Exchanged(loss=loss, sent_bytes=sent)
         return dataclasses.replace(Exchanged.of(np.stack(tails).sum(axis=0, dtype=np.float64), sent), loss=loss)
 
     def abandon(self) -> None:
@@ -303,7 +376,7 @@ class LocalSGD(Synchronous):
     def settle(self, replica: Vectors, counts: bool) -> Exchanged:
         """The changes that were not exchanged become part of the current round."""
         self._place(replica)
-        tails, undone, undo = [], list[InFlight](), dict[str, np.ndarray]()
+        tails, undone = [], list[InFlight]()
         while self._in_flight:
             flight = self._in_flight.popleft()
             error = flight.sent_bytes.exception()
@@ -311,18 +384,17 @@ class LocalSGD(Synchronous):
                 raise error
             if error is None or (counts and not undone):
                 counts &= error is None
-                tails.append(to_host(flight.change[self._size + 1 :]))
+                tails.append(to_host(flight.change[flight.part.size + 1 :]))
                 self._take(flight, replica)
             else:
                 undone.append(flight)
-                undo = undo or flight.before
-        if undone:
-            if undo and "none" not in undo:
-                self._reducer.load(undo)
-            self._began = self._anchor
-            self._drifted += sum(flight.steps for flight in undone)
-            self._samples += sum(flight.samples for flight in undone)
-            self._tail = sum((flight.tail for flight in undone), start=self._tail)
+        for flight in reversed(undone):  # the oldest last, which has the oldest state of the part's reducer
+            part = flight.part
+            if flight.before and "none" not in flight.before:
+                part.bucket.reducer.load(flight.before)
+            self._began[part.bucket.span] = self._anchor[part.bucket.span]
+            part.steps, part.samples, part.due = part.steps + flight.steps, part.samples + flight.samples, self._steps
+            self._tail = self._tail + flight.tail
         return self._arrived(tails, 0, 0.0)
 
     def regroup(self, replica: Vectors, state: dict[str, np.ndarray] | None = None) -> None:
@@ -330,34 +402,39 @@ class LocalSGD(Synchronous):
         if state is not None:
             self._set_anchor(replica)
         if self._drifted:  # the lost hosts' samples of this round are lost with their changes
-            self._all_samples = sum(self._world.gather(self._samples))
+            rows = self._world.gather([part.samples for part in self._parts])
+            for part, samples in zip(self._parts, zip(*rows, strict=True), strict=True):
+                part.all_samples = sum(samples)
 
-    def _outer(self, mean: Array) -> Array:
-        """Return the step that all ranks make for a mean change, which is used up."""
+    def _outer(self, mean: Array, span: slice) -> Array:
+        """Return the step that all ranks make for a part's mean change, which is used up."""
         if momentum := self.settings.outer_momentum:
-            self._velocity *= momentum
-            self._velocity += mean
-            mean += self._velocity * momentum
+            velocity = self._velocity[span]
+            velocity *= momentum
+            velocity += mean
+            mean += velocity * momentum
         if self.settings.outer_lr != 1:
             mean *= self.settings.outer_lr
         return mean
 
     def state(self, *, newcomer: bool = False) -> dict[str, np.ndarray]:
-        due = [  # waits until the reducer is idle
-            (flight.due, flight.sent_bytes.result(), flight.void) for flight in self._in_flight
+        due = [  # waits until the reducers are idle
+            (flight.due, flight.sent_bytes.result(), flight.void, self._parts.index(flight.part))
+            for flight in self._in_flight
         ]
-        inner = {f"inner.{name}": array for name, array in self._reducer.state().items()}
+        inner = {f"inner.{name}": array for name, array in self._arrays().items()}
+        rounds = [(part.steps, part.samples, part.all_samples, part.due - self._steps) for part in self._parts]
         state = {"steps": np.array(self._steps), "velocity": to_host(self._velocity).copy(), **inner}
         if newcomer:
             state.pop(f"inner.{self._reducer.residual_key}", None)
-            round_ = np.array([self._drifted, 0, self._all_samples, False])
-            return state | {"totals": np.zeros_like(self._tail), "round": round_}
+            return state | {"totals": np.zeros_like(self._tail), "rounds": np.array(rounds) * [1, 0, 1, 1]}
         if self.in_sync:
             return state
-        state["round"] = np.array([self._drifted, self._samples, self._all_samples, self._restarted])
-        state |= {"began": to_host(self._began).copy(), "anchor": to_host(self._anchor).copy()}
-        state["totals"] = self._tail.copy()
-        state["in_flight"] = np.array(due, np.int64).reshape(-1, 3)
+        state |= {"rounds": np.array(rounds), "restarted": np.array(self._restarted)}
+        state |= {"anchor": to_host(self._anchor).copy(), "totals": self._tail.copy()}
+        if self._began is not self._anchor:
+            state["began"] = to_host(self._began).copy()
+        state["in_flight"] = np.array(due, np.int64).reshape(-1, 4)
         for age, flight in enumerate(self._in_flight):
             own, change = to_host(flight.own), to_host(flight.change)
             state |= {f"own.{age}": own.copy(), f"change.{age}": change.copy()}
@@ -370,28 +447,36 @@ class LocalSGD(Synchronous):
                 f"checkpoint: it was made {there} outer_momentum; hint: resume with the same settings", exits.BAD_CONFIG
             )
         self._steps, self._velocity, self._placed = int(state["steps"]), state["velocity"].copy(), False
-        self._reducer.load(reducer_state(state))
+        self._load_arrays(reducer_state(state))
         self._in_flight.clear()
-        self._drifted, self._samples, self._all_samples, restarted = (int(n) for n in state.get("round", (0, 0, 0, 0)))
-        self._restarted = bool(restarted)
+        self._begin_round()
+        for part, numbers in zip(self._parts, state.get("rounds", ()), strict=False):
+            part.steps, part.samples, part.all_samples, left = map(int, numbers)
+            part.due = self._steps + left
+        self._restarted = bool(state.get("restarted", False))
         self._tail = state.get("totals", np.zeros(1)).copy()
         self._tail[-1] = 0  # the requests have been handled
-        if "began" in state:
-            self._began, self._anchor = state["began"].copy(), state["anchor"].copy()
-        else:
-            self._began = self._anchor = np.zeros(0, np.float32)
-        for age, (due, sent, void) in enumerate(state.get("in_flight", ())):
+        self._anchor = state["anchor"].copy() if "anchor" in state else np.zeros(0, np.float32)
+        self._began = state["began"].copy() if "began" in state else self._anchor
+        for age, (due, sent, void, part) in enumerate(state.get("in_flight", ())):
             arrived: Future[int] = Future()
             arrived.set_result(int(sent))
-            change = state[f"change.{age}"].copy()
+            own, change = state[f"own.{age}"].copy(), state[f"change.{age}"].copy()
             change[-1] = 0
-            self._in_flight.append(InFlight(int(due), state[f"own.{age}"].copy(), change, arrived, void=bool(void)))
+            self._in_flight.append(InFlight(self._parts[part], int(due), own, change, arrived, void=bool(void)))
 
     def reshard_state(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         first = self._world.rank == 0
         residual = self._reducer.reshard_state([reducer_state(state) for state in states], first)
         own = states[self._world.rank if len(states) == self._world.size else 0]
         return own | {f"inner.{name}": array for name, array in residual.items()}
+
+
+def parts(shapes: Sequence[Shape], count: int) -> list[range]:
+    """Divide the arrays into up to `count` parts with about as many numbers, the last arrays first."""
+    ends = np.cumsum([math.prod(shape) for shape in shapes])
+    borders = np.searchsorted(ends, ends[-1] * np.arange(1, count) / count) + 1
+    return [range(*each) for each in itertools.pairwise(sorted({0, len(shapes), *borders.tolist()}))][::-1]
 
 
 def reducer_state(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -114,10 +114,14 @@ class Synchronous(Strategy):
         """
         reported = np.array_split(np.arange(len(self._reported)), min(count, len(self._reported)))
         ranges = [range(self._reported[numbers[-1]].start, self._reported[numbers[0]].stop) for numbers in reported]
+        self._buckets = self._made(ranges)
+        self._complete = [int(numbers[-1]) for numbers in reported]
+
+    def _made(self, ranges: Sequence[range]) -> list[Bucket]:
+        """Buckets of these arrays, with new reducers."""
         borders = [0, *itertools.accumulate(math.prod(shape) for shape in self._shapes)]
         spans = [slice(borders[bucket.start], borders[bucket.stop]) for bucket in ranges]
-        self._buckets = [Bucket(*each) for each in zip(spans, self._reducer.split(ranges), ranges, strict=True)]
-        self._complete = [int(numbers[-1]) for numbers in reported]
+        return [Bucket(*each) for each in zip(spans, self._reducer.split(ranges), ranges, strict=True)]
 
     def on_bucket_ready(self, bucket: int, vector: Array, ready: Callable[[], None] | None = None) -> None:
         if ready:

@@ -1,9 +1,9 @@
 """A byte GPT of 0.67 M parameters on the King James Bible, in plain PyTorch without a line of hvdtrain.
 
 `--method` joins common remedies for a slow network with `+`, such as accumulate:4+fp16: accumulate:K, the hooks fp16
-and powersgd:RANK, and local steps by postlocal:H (PyTorch), accelerate:H or diloco:H (torchft). A step is a batch of
-each rank, whatever the method. Rank 0 prints a JSON object, whose curve has [step, held-out loss, seconds of training]
-of each evaluation.
+and powersgd:RANK, and local steps by postlocal:H (PyTorch), accelerate:H or diloco:H (torchft). diloco:H/D averages
+four parts of the model in turn, each during D steps. A step is a batch of each rank, whatever the method. Rank 0 prints
+a JSON object, whose curve has [step, held-out loss, seconds of training] of each evaluation.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 CONTEXT, WIDTH, LAYERS, HELD_OUT = 64, 128, 3, 256
-METHODS = ("ddp", "accumulate:N", "fp16", "powersgd:N", "postlocal:N", "accelerate:N", "diloco:N")
+METHODS = ("ddp", "accumulate:N", "fp16", "powersgd:N", "postlocal:N", "accelerate:N", "diloco:N", "diloco:N/N")
 RECENT = 8
 """The weights of update i count as i to the power of 8 in the mean that is evaluated: half of it is the last 8 %"""
 
@@ -63,7 +63,7 @@ def rows_of(text):
     return text[:training].unfold(0, CONTEXT + 1, 1), rows[torch.linspace(0, len(rows) - 1, HELD_OUT).long()]
 
 
-def diloco(model, optimizer, every):
+def diloco(model, optimizer, every, delay):
     """torchft's DiLoCo with a tuned outer step, which averages in hooks of the optimizer. Each rank is a replica group.
 
     Returns all servers and clients: if one is garbage-collected, the other ranks wait for it.
@@ -91,8 +91,14 @@ def diloco(model, optimizer, every):
         lighthouse_addr=address[0],
         init_sync=False,
     )
-    outer = torch.optim.SGD(model.parameters(), lr=0.7 if every < 16 else 0.9, momentum=0.6, nesterov=True)
-    return DiLoCo(manager, [model], optimizer, outer, every).__enter__(), manager, lighthouse, store
+    parts = [model]
+    if delay:
+        rest = [model.bytes, model.places, model.layers.norm, model.head]
+        parts = [*model.layers.layers, torch.nn.ModuleList(rest)]
+    lr = 0.7 if every < 16 else 0.9
+    outer = [torch.optim.SGD(each.parameters(), lr=lr, momentum=0.6, nesterov=True) for each in parts]
+    averager = DiLoCo(manager, parts, optimizer, outer, every, fragment_sync_delay=delay)
+    return averager.__enter__(), manager, lighthouse, store
 
 
 def sent_bytes():
@@ -115,7 +121,7 @@ def main():
     parser.add_argument("--save", help="write the averaged weights at the end")
     options = parser.parse_args()
     how = dict(part.partition(":")[::2] for part in options.method.split("+"))
-    if any(re.sub(r":[1-9]\d*$", ":N", part) not in METHODS for part in options.method.split("+")):
+    if any(re.sub(r"(?<=[:/])[1-9]\d*", "N", part) not in METHODS for part in options.method.split("+")):
         parser.error(f"--method {options.method} is unknown; hint: choose from {', '.join(METHODS)}")
     for path in filter(None, (options.text, options.start)):
         if not path.is_file():
@@ -141,7 +147,7 @@ def main():
         ddp, optimizer = accelerator.prepare(model, optimizer)
         averager = LocalSGD(accelerator, ddp, int(how["accelerate"])).__enter__()
     elif "diloco" in how:
-        averager = diloco(model, optimizer, int(how["diloco"]))
+        averager = diloco(model, optimizer, *map(int, f"{how['diloco']}/0".split("/")[:2]))
     elif ranks > 1:
         # With several buckets the all-reduces of the PowerSGD hook on Gloo can meet in another order on each rank.
         ddp = DistributedDataParallel(model, bucket_cap_mb=100 if "powersgd" in how else None)

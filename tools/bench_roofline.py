@@ -7,7 +7,7 @@ links, nor seconds of a step on the seed, so both are measured alone and multipl
 
   quality  steps, without a limit, to the held-out loss that one host reaches after --batches at its best learning rate.
            Each method searches its learning rate with seed 1, from --lrs outwards, and is judged by --seeds
-  time     seconds and sent bytes of a step at each rate (--steps 0: none)
+  time     seconds and sent bytes of a step at each rate (--steps 0: none), --rounds times, between those of one host
 
 A method that does not arrive within the steps of one host has no row: it cannot be faster. Each finished measurement is
 a line of records.jsonl in --out, and is not repeated. `rho` is the least time of the network for an fp32 all-reduce, in
@@ -42,13 +42,14 @@ HOSTS, ONE = "abcd", "one host"
 RIVALS = ["ddp", "fp16", *(f"accumulate:{k}{hook}" for hook in ("", "+fp16") for k in (2, 4, 8))]
 RIVALS += [f"powersgd:{rank}" for rank in (1, 2, 4, 8)]
 RIVALS += [f"{how}:{every}" for how in ("postlocal", "accelerate", "diloco") for every in (8, 16, 32, 64)]
+RIVALS += ["diloco:8/1", "diloco:16/2", "diloco:32/5", "diloco:64/12"]
 OURS = {
     "hvdtrain balanced": "int4",
     "hvdtrain int2": "int2",
     "hvdtrain powersgd": "powersgd:rank=16",
-    "hvdtrain fast": "local-sgd:every=8,outer_lr=0.7,outer_momentum=0.6+int2",
-    "hvdtrain every=16": "local-sgd:every=16,outer_lr=0.8,outer_momentum=0.6+int2",
-    **{f"hvdtrain every={n} int4": f"local-sgd:every={n},outer_lr=0.7,outer_momentum=0.6+int4" for n in (8, 16)},
+    "hvdtrain fast": "local-sgd:every=8,staleness=1,parts=8,outer_lr=0.7,outer_momentum=0.6+int2",
+    "hvdtrain every=16": "local-sgd:every=16,staleness=1,parts=8,outer_lr=0.8,outer_momentum=0.6+int2",
+    "hvdtrain in one piece": "local-sgd:every=8,outer_lr=0.7,outer_momentum=0.6+int2",
 }
 PERIOD = r"(?:every=|accumulate:|postlocal:|accelerate:|diloco:)(\d+)"
 EVALUATE, WARM_UP, MOST_S = 32, 16, 1800
@@ -157,8 +158,11 @@ def quality(options: Any) -> tuple[float, Found]:
 
 def times(options: Any) -> None:
     """Time at least six exchanges of each method at each rate, and --steps steps where they take less than 30 s."""
-    for method, rate in [(ONE, UNLIMITED), *itertools.product(options.methods, options.rates)]:
-        if kept(options, kind="time", method=method, rate=rate):
+    order = [ONE]
+    for number in range(options.rounds):  # every second round in reverse, so that drift favours none
+        order += [*options.methods[:: 1 - 2 * (number % 2)], ONE]
+    for rate, (place, method) in itertools.product(options.rates, enumerate(order)):
+        if len(kept(options, kind="time", method=method, rate=rate)) > order[:place].count(method):
             continue
         period = int(next(iter(re.findall(PERIOD, OURS.get(method, method))), 1))
         sent = max((8 * each["step_bytes"] for each in kept(options, kind="time", method=method)), default=1)
@@ -177,23 +181,27 @@ def times(options: Any) -> None:
 
 def seconds(options: Any, method: str, rate: str, steps: float) -> float:
     """To the target: the first steps, which some methods make with exact sums, and the others."""
-    timed = kept(options, kind="time", method=method, rate=rate)[0]
-    return float(timed["first_s"] + (steps - WARM_UP) * timed["step_s"])
+    return mean(options, method, rate, "first_s") + (steps - WARM_UP) * mean(options, method, rate, "step_s")
+
+
+def mean(options: Any, method: str, rate: str, name: str) -> float:
+    return statistics.mean(each[name] for each in kept(options, kind="time", method=method, rate=rate))
 
 
 def table(options: Any, found: Found) -> list[dict[str, Any]]:
     """A row for each rate and method that arrives, with the median, least and greatest speed-up of the seeds."""
-    one, rows = kept(options, kind="time", method=ONE)[0], []
+    rows = []
     for rate in options.rates:
         timed = {each["method"]: each for each in kept(options, kind="time", rate=rate)}
         of_rate: list[dict[str, Any]] = []
         for method in (each for each in options.methods if each in timed and each in found):
             lr, steps = found[method]
-            row = {"rho": limit_s(len(HOSTS), 4 * int(one["parameters"]), parse_rate(rate)) / one["step_s"]}
-            row |= {"method": method, "lr": lr, "step_s": timed[method]["step_s"]}
+            network_s = limit_s(len(HOSTS), 4 * int(timed[ONE]["parameters"]), parse_rate(rate))
+            row = {"rho": network_s / mean(options, ONE, rate, "step_s"), "method": method, "lr": lr}
+            row["step_s"] = mean(options, method, rate, "step_s")
             row["bytes"] = timed[method]["step_bytes"] / timed["ddp"]["step_bytes"]
             row["steps"] = statistics.mean(steps.values()) / statistics.mean(found["ddp"][1].values())
-            alone = {seed: seconds(options, ONE, UNLIMITED, count) for seed, count in found[ONE][1].items()}
+            alone = {seed: seconds(options, ONE, rate, count) for seed, count in found[ONE][1].items()}
             gains = [alone[seed] / seconds(options, method, rate, count) for seed, count in steps.items()]
             of_rate.append(row | {"gain": statistics.median(gains), "least": min(gains), "most": max(gains)})
         for names, mark in ((RIVALS, "rival"), (OURS, "ours")):
@@ -221,7 +229,7 @@ def check(options: Any, target: float, found: Found) -> list[dict[str, Any]]:
 
 def main(arguments: list[str]) -> int:
     rates, out = ["1gbit", "300mbit", "100mbit", "30mbit", "10mbit"], ROOT / "results" / "roofline"
-    top = options_of(__doc__, "roofline", rates=rates, batches=600, steps=40, check=0, only=["*"], out=out)
+    top = options_of(__doc__, "roofline", rates=rates, batches=600, steps=40, rounds=1, check=0, only=["*"], out=out)
     top.add_argument("--lrs", type=lambda text: [*map(float, text.split(","))], default=[4e-3, 2e-3, 8e-3])
     top.add_argument("--seeds", type=numbers, default=[3, 4, 5], help="(default: 3,4,5)")
     top.add_argument("--start", type=Path, help="weights to begin with (default: of 400 steps)")
@@ -243,7 +251,8 @@ def main(arguments: list[str]) -> int:
         raise Failure(f"{written} is damaged ({error}); hint: remove its last line", exits.BAD_DATA) from None
     if options.dry_run:
         searches = (len(options.methods) + 1) * (len(options.lrs) + len(options.seeds))
-        counts = [("quality", searches, 45), ("time", 1 + len(options.methods) * len(options.rates), 40)]
+        runs = options.rounds * (len(options.methods) + 1) + 1
+        counts = [("quality", searches, 45), ("time", runs * len(options.rates), 40)]
         cells = [*itertools.product((ONE, *options.methods), (UNLIMITED, *options.rates))]
         done = [each["kind"] for each in options.records if (each["method"], each.get("rate", UNLIMITED)) in cells]
         left = [(kind, max(0, count - done.count(kind)), each_s) for kind, count, each_s in counts]

@@ -41,8 +41,8 @@ MUON = {name: each for name, each in RECORDED.items() if each.exact} | {
 ADAM = {name: each for name, each in RECORDED.items() if each.exact} | {  # of a GPT, in loss instead of accuracy
     **dict.fromkeys(("bf16", "int8", "int4"), Learning((1.0, 1.1), None)),  # int4: 1.01, and it rounds most coarsely
     "powersgd:rank=16": Learning((1.1, 1.3), None),  # 1.19
-    "local-sgd:outer_lr=0.7,outer_momentum=0.6+int2": Learning((1.1, 1.4), None),  # every 8 steps: 1.16, 1.25
-    "local-sgd:every=16,outer_lr=0.8,outer_momentum=0.6+int2": Learning((1.2, 1.5), None),  # 1.27, 1.39
+    "local-sgd:outer_lr=0.7,outer_momentum=0.6,staleness=1,parts=8+int2": Learning((1.1, 1.4), None),  # every 8: 1.26
+    "local-sgd:every=16,outer_lr=0.8,outer_momentum=0.6,staleness=1,parts=8+int2": Learning((1.2, 1.5), None),  # 1.39
 }
 ACCUMULATED = {2: (1.1, 1.2), 4: (1.5, 1.7), 8: (2.2, 2.9)}
 """Batches that a script accumulates: samples to a loss relative to exact sums, as an interval (small GPT with Adam)"""

@@ -28,12 +28,12 @@ class Family(NamedTuple):
     presets: Mapping[str, Preset]
 
 
-LOCAL_ADAM = "local-sgd:outer_lr=0.7,outer_momentum=0.6+int2"
+LOCAL_ADAM = "local-sgd:outer_lr=0.7,outer_momentum=0.6,staleness=1,parts=8+int2"
 LOCAL_SGD = "local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4"
 ADAM = {
-    "exact": Preset("hierarchical", "0.47 s at 100 Mbit/s, 3.9 s at 10", "1", "steps 1"),
-    "balanced": Preset("int4", "0.17 s at 100 Mbit/s, 0.72 s at 10", "1/7", "steps 1.01"),
-    "fast": Preset(LOCAL_ADAM, "0.11 s at 100 Mbit/s, 0.14 s at 10", "1/102", "steps 1.25"),
+    "exact": Preset("hierarchical", "0.42 s at 100 Mbit/s, 3.5 s at 10", "1", "steps 1"),
+    "balanced": Preset("int4", "0.14 s at 100 Mbit/s, 0.70 s at 10", "1/7", "steps 1.01"),
+    "fast": Preset(LOCAL_ADAM, "0.08 s at 100 Mbit/s, 0.09 s at 10", "1/102", "steps 1.26"),
 }
 SGD = {
     "exact": Preset("hierarchical", "0.94 s at 100 Mbit/s, 7.6 s at 10 (projected), 128x128", "1", "accuracy 89.51 %"),

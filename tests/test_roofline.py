@@ -100,9 +100,9 @@ def test_the_speed_up_is_a_ratio_of_seconds_to_the_target(monkeypatch: pytest.Mo
     assert bench_roofline.crossing([[10, 3.0], [20, 2.0], [30, 1.0]], 1.5) == 25
     assert bench_roofline.crossing([[10, 3.0], [20, 2.0]], 1.5) is None
     time = {"kind": "time", "parameters": 1000, "step_bytes": 100.0}
-    one = time | {"method": "one host", "rate": "unlimited", "first_s": 1.6, "step_s": 0.1}
+    one = [time | {"method": "one host", "rate": "10mbit", "first_s": 1.6, "step_s": step_s} for step_s in (0.08, 0.12)]
     four = time | {"method": "ddp", "rate": "10mbit", "first_s": 3.2, "step_s": 0.2}
-    options = argparse.Namespace(records=[one, four], rates=["10mbit"], methods=["ddp"])
+    options = argparse.Namespace(records=[*one, four], rates=["10mbit"], methods=["ddp"])
     found = {"one host": (4e-3, {3: 400.0, 4: 600.0}), "ddp": (4e-3, {3: 100.0, 4: 100.0})}
     (row,) = bench_roofline.table(options, found)
     assert (row["least"], row["gain"], row["most"]) == pytest.approx((2.0, 2.5, 3.0))

@@ -393,6 +393,26 @@ def test_training_continues_without_rank_0_and_without_a_host_whose_link_is_cut(
 
 @pytest.mark.root
 @pytest.mark.slow
+def test_local_sgd_continues_and_keeps_the_local_changes(four: Cluster, tmp_path: Path) -> None:
+    folder, strategy = tmp_path / "run", "local-sgd:every=2,staleness=1,parts=2+powersgd:rank=4,bits=4"
+    flags = ["--strategy", strategy, "--epochs", "4", "--check-replicas", "1", "--checkpoint-steps", "4"]
+    run = Run(four, folder, *flags, "--global-batch-size", "96")
+    run.wait_for_step(5)
+    run.kill("c")
+    run.end()
+    found = read_run(folder)
+    (view,) = found["view"]
+    assert (view.members, view.global_batch) == (["a", "b", "d"], 96), "a given global batch stays"
+    (summary,) = found["summary"]
+    assert [step.step for step in found["step"]] == list(range(summary.steps))
+    assert summary.validation_scores[-1]["accuracy"] > 0.3
+    more = [*SMALL[:4], "--run-dir", str(folder), "--resume", "--epochs", "5", "--json"]
+    resumed = four.on("a", "launch/mpirun.sh", "-H", "a:1,b:1,d:1", sys.executable, "-m", "hvdtrain.resnet", *more)
+    assert document(resumed)["steps"] > summary.steps
+
+
+@pytest.mark.root
+@pytest.mark.slow
 def test_a_lost_host_comes_back_with_tensorflow(four: Cluster, tmp_path: Path) -> None:
     """The others give it their state between two steps. Every replica is compared after each averaging."""
     folder, strategy = tmp_path / "run", "local-sgd:every=2,staleness=1+powersgd:rank=4,bits=4"

@@ -137,7 +137,7 @@ def test_what_a_script_writes_is_averaged_though_ranks_write_different_things() 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_each_part_is_averaged_in_its_turn(staleness: int) -> None:
-    """The later arrays first, as if each part were a model of its own. At the end of 13 steps all are averaged."""
+    """The later arrays come first, and each part is averaged like a separate model. After 13 steps all are averaged."""
     text = f"local-sgd:every=4,parts=2,staleness={staleness},outer_lr=0.7,outer_momentum=0.5"
     seen = np.array(ranks(text, {}, 13))
     changes = np.array([[next_change(draw) for _ in range(13)] for draw in map(np.random.default_rng, range(3))])

@@ -93,11 +93,10 @@ class InFlight(NamedTuple):
 
 
 class LocalSGD(Synchronous):
-    """A rank's weights are `_anchor` plus its own changes.
+    """A rank's weights are `_anchor`, of which all ranks have the same bits, plus its own changes.
 
-    All ranks have the same bits in `_anchor`. Adding the changes that are being exchanged gives `_began`, and adding
-    the change of the current round gives the weights. What a script writes to the weights is part of that change.
-    Without staleness `_began` is `_anchor`.
+    These are the changes that are being exchanged, and that of the current round. What a script writes to the weights
+    is part of the latter.
     """
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,8 +141,7 @@ class LocalSGD(Synchronous):
         self._restarted = False
         """Whether this rank's round began with weights that its script has loaded"""
         self._tail = np.zeros(1)  # sum of the tails since the last exchange
-        self._began: Array = np.zeros(0, np.float32)
-        self._anchor: Array = self._began
+        self._anchor: Array = np.zeros(0, np.float32)
         self._velocity: Array = np.zeros(self._size if settings.outer_momentum else 0, np.float32)
         self._placed = False
         """Whether these arrays are where the replica has its weights"""
@@ -208,18 +206,19 @@ class LocalSGD(Synchronous):
         for part in self._parts:
             part.steps, part.samples = part.steps + 1, part.samples + samples
             part.all_samples += all_samples
-            if part.due <= self._steps and not self._world.suspended:
-                self._send(part, replica, clock)
-        return self._receive(replica, clock, self._steps, float(tail[0] / samples))
+        if not self.settings.staleness:
+            self._send_due(replica, clock)
+        exchanged = self._receive(replica, clock, self._steps, float(tail[0] / samples))
+        if self.settings.staleness:
+            self._send_due(replica, clock)
+        return exchanged
 
     def _place(self, replica: Vectors) -> None:
         """Keep this object's arrays where the replica has its weights, after `load` or at the beginning."""
         if self._placed:
             return
         self._placed, like = True, replica.weights()
-        aliased = self._began is self._anchor
         self._anchor, self._velocity = moved(self._anchor, like), moved(self._velocity, like)
-        self._began = self._anchor if aliased else moved(self._began, like)
         self._in_flight = collections.deque(
             each._replace(own=moved(each.own, like), change=moved(each.change, like)) for each in self._in_flight
         )
@@ -227,9 +226,7 @@ class LocalSGD(Synchronous):
     def _set_anchor(self, replica: Vectors) -> None:
         """A round begins, in which all ranks have the replica's weights."""
         self._place(replica)
-        copy = functools.partial(array_namespace(weights := replica.weights()).asarray, weights, copy=True)
-        self._anchor = copy()
-        self._began = copy() if self.settings.staleness else self._anchor
+        self._anchor = array_namespace(weights := replica.weights()).asarray(weights, copy=True)
 
     def synchronize(self, replica: Vectors, clock: Clock) -> Exchanged:
         self._place(replica)
@@ -241,18 +238,23 @@ class LocalSGD(Synchronous):
             self._begin_round()
         return exchanged
 
+    def _send_due(self, replica: Vectors, clock: Clock) -> None:
+        for part in self._parts:
+            if part.due <= self._steps and not self._world.suspended:
+                self._send(part, replica, clock)
+
     def _send(self, part: Part, replica: Vectors, clock: Clock) -> None:
         """End a part's round and start the exchange of its change."""
         size, span = part.size, part.bucket.span
         with clock.span("compute"):
-            weights, xp = replica.weights(part.arrays), array_namespace(self._anchor)
+            xp = array_namespace(self._anchor)
             change = empty(size + 1 + self._tail.size, self._anchor)
             own = empty(size, self._anchor) if self.settings.staleness else change[:size]
-            xp.subtract(weights, self._began[span], out=own)
+            xp.subtract(replica.weights(part.arrays), self._anchor[span], out=own)
+            for flight in self._of(part):
+                own -= flight.own
             xp.multiply(own, part.samples / part.all_samples, out=change[:size])
-            if self.settings.staleness:
-                self._began[span] = weights
-            else:
+            if not self.settings.staleness:
                 own = own[:0]
             totals = np.array([self._restarted, *self._tail], np.float32)
             change[size:] = placed_like(totals, change)
@@ -311,21 +313,20 @@ class LocalSGD(Synchronous):
         """Replace this rank's own change by the mean."""
         if flight.void:
             return
-        part, span = flight.part, flight.part.bucket.span
+        part, change = flight.part, flight.change[: flight.part.size]
         self.averages += part is self._parts[-1]
-        self._anchor[span] += self._outer(flight.change[: part.size], span)
-        if not self.settings.staleness:
-            replica.set_weights(self._anchor[span], part.arrays)
+        anchor, step = self._anchor[part.bucket.span], self._outer(change, part.bucket.span)
+        anchor += step
+        if not part.steps and not self._of(part):  # the same bits on all ranks
+            replica.set_weights(anchor, part.arrays)
             return
-        began = array_namespace(self._anchor).asarray(self._anchor[span], copy=True)
-        for other in self._in_flight:
-            if other.part is part and not other.void:
-                began += other.own
-        weights = began
-        if part.steps:  # the weights are `_began` plus the change of the current round
-            weights = replica.weights(part.arrays) - self._began[span] + began
-        replica.set_weights(weights, part.arrays)
-        self._began[span] = began
+        step -= flight.own
+        step += replica.weights(part.arrays)
+        replica.set_weights(step, part.arrays)
+
+    def _of(self, part: Part) -> list[InFlight]:
+        """The changes of a part that are being exchanged."""
+        return [flight for flight in self._in_flight if flight.part is part and not flight.void]
 
     def restart(self, replica: Vectors) -> None:
         """The round continues from the script's weights, and no change from before counts.
@@ -392,7 +393,6 @@ class LocalSGD(Synchronous):
             part = flight.part
             if flight.before and "none" not in flight.before:
                 part.bucket.reducer.load(flight.before)
-            self._began[part.bucket.span] = self._anchor[part.bucket.span]
             part.steps, part.samples, part.due = part.steps + flight.steps, part.samples + flight.samples, self._steps
             self._tail = self._tail + flight.tail
         return self._arrived(tails, 0, 0.0)
@@ -432,8 +432,6 @@ class LocalSGD(Synchronous):
             return state
         state |= {"rounds": np.array(rounds), "restarted": np.array(self._restarted)}
         state |= {"anchor": to_host(self._anchor).copy(), "totals": self._tail.copy()}
-        if self._began is not self._anchor:
-            state["began"] = to_host(self._began).copy()
         state["in_flight"] = np.array(due, np.int64).reshape(-1, 4)
         for age, flight in enumerate(self._in_flight):
             own, change = to_host(flight.own), to_host(flight.change)
@@ -457,7 +455,6 @@ class LocalSGD(Synchronous):
         self._tail = state.get("totals", np.zeros(1)).copy()
         self._tail[-1] = 0  # the requests have been handled
         self._anchor = state["anchor"].copy() if "anchor" in state else np.zeros(0, np.float32)
-        self._began = state["began"].copy() if "began" in state else self._anchor
         for age, (due, sent, void, part) in enumerate(state.get("in_flight", ())):
             arrived: Future[int] = Future()
             arrived.set_result(int(sent))

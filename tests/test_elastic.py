@@ -52,7 +52,7 @@ def on_one_machine(
         ("hierarchical", [[1, 2, 1], [0, 4, 13], [4, 7, 19]]),
         ("powersgd:rank=2,bits=4", [[0, 2, 20], [3, 5, 40], [1, 7, 9]]),
         ("int4", [[2, 2, 11], [0, 5, 17]]),
-        ("local-sgd:every=2,staleness=3,start=2+powersgd:bits=4", [[4, 1, 4], [0, 4, 21], [1, 8, 12]]),
+        ("local-sgd:every=2,staleness=3+powersgd:bits=4", [[4, 1, 4], [0, 4, 21], [1, 8, 12]]),
         ("local-sgd:every=4,staleness=1,parts=4,outer_momentum=0.6+int2", [[1, 2, 5], [0, 5, 18], [3, 8, 25]]),
     ],
 )

@@ -54,7 +54,7 @@ def walked(meeting: ThreadRendezvous, text: str, loading: dict[int, Any], steps:
     """Weights after each step and after a synchronization. `loading`: step -> function of the rank that loads."""
     world = connect("torch", backend="tcp", group=RankGroup(meeting, None, reach(meeting.rank)))
     try:
-        config = TrainConfig(framework="torch", device="cpu", strategy=text)
+        config = TrainConfig(framework="torch", device="cpu", strategy=text, optimizer="adam")
         strategy = strategies.resolve(config).make(config, world, SHAPES)
         walk, seen = Walk(meeting.rank, meeting.size), []
         for step in range(steps):
@@ -138,9 +138,10 @@ def test_what_a_script_writes_is_averaged_though_ranks_write_different_things() 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_each_part_is_averaged_in_its_turn(staleness: int) -> None:
     """The later arrays come first, and each part is averaged like a separate model. After 13 steps all are averaged."""
-    text = f"local-sgd:every=4,parts=2,staleness={staleness},outer_lr=0.7,outer_momentum=0.5"
+    text = f"local-sgd:every=4,parts=2,staleness={staleness},outer_lr=0.7,outer_momentum=0.5,lr_scaling=sqrt"
     seen = np.array(ranks(text, {}, 13))
     changes = np.array([[next_change(draw) for _ in range(13)] for draw in map(np.random.default_rng, range(3))])
+    changes *= np.sqrt(3)  # the ranks
     for arrays, first in ((slice(128, SIZE), 2), (slice(0, 128), 4)):
         weights, common, velocity = np.zeros((3, SIZE)), np.zeros(SIZE), np.zeros(SIZE)
         began, sent = weights.copy(), list[tuple[int, np.ndarray]]()

@@ -109,7 +109,9 @@ def test_checkpoints_batch_normalisation_and_schedules_equal_one_process() -> No
 
 def test_strategies_in_fit() -> None:
     fits = script("hierarchical")["fits"]
-    assert_equal_weights(fits, {"averaged": "alone, plain"})
+    assert_equal_weights(
+        fits, dict.fromkeys(("averaged", "scaled sgd"), "alone, plain") | {"adam, scaled": "adam, larger"}
+    )
     for name in ("stale", "stale, built by fit"):
         assert (weights(fits[name]) == weights(fits[name])[0]).all(), name
         assert fits[name]["loss"][-1] < fits[name]["loss"][0]

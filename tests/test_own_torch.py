@@ -103,7 +103,7 @@ def test_gradients_return_in_the_memory_order_of_the_parameters() -> None:
     optimizer = torch.optim.SGD([kernel], lr=0.5, fused=True)
     strategy: Any = None  # which nothing is reported to
     vectors = Parameters(
-        {"kernel": kernel}, lambda: optimizer.step(), strategy, ranks=1, divided=True, careful=False, overlap=None
+        {"kernel": kernel}, lambda _: optimizer.step(), strategy, ranks=1, divided=True, careful=False, overlap=None
     )
     for _ in range(2):
         kernel.grad = torch.randn_like(kernel)

@@ -259,13 +259,13 @@ def test_intervals_contain_the_prediction_and_widen_with_fewer_and_less_regular_
 
 def test_time_to_accuracy_is_less_certain_than_both_of_its_factors() -> None:
     one = prediction.predict(made(), parse("int8"), hosts(FAST), 128)
-    names = ("hierarchical", "int4", "allreduce")
+    names = ("hierarchical", "int8", "allreduce")
     exact, coarse, plain = (prediction.predict(made(), parse(name), hosts(FAST, FAST), 128) for name in names)
     least, most = exact.speedup_to_target(one) or (0.0, 0.0)
     assert exact.interval_s and least < exact.step_s / exact.interval_s[1] * exact.speedup(one)
     assert least < exact.speedup(one) < most
     least, most = coarse.speedup_to_target(one) or (0.0, 0.0)
-    fewest, steps = learning.RECORDED["int4"].steps
+    fewest, steps = learning.RECORDED["int8"].steps
     assert least < coarse.speedup(one) / steps and most > coarse.speedup(one) / fewest
     assert plain.interval_s is None, "no run of Horovod was compared with a prediction"
     script = prediction.predict(made(drop_in=True), parse("hierarchical"), hosts(FAST, FAST), 32)
@@ -281,7 +281,6 @@ def test_rules_limit_what_auto_may_choose() -> None:
         return [str(each) for each in found]
 
     assert names("auto") == learning.candidates("sgd")
-    assert set(learning.candidates("sgd")).isdisjoint(learning.OTHERS)
     assert [str(parse(name)) for name in learning.SHOWN] == [*learning.SHOWN], "or a prediction finds no record"
     assert names("auto:exact") == ["hierarchical"]
     allowed = ["powersgd:rank=4", "local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4"]

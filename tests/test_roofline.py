@@ -57,6 +57,15 @@ def test_ranks_have_equal_weights_after_an_exchange_and_only_then(method: str) -
     assert (apart[1] > 1e-5) == (method != "powersgd:2")
 
 
+@needs_text
+@pytest.mark.slow
+def test_scaled_local_steps_equal_those_with_a_larger_learning_rate() -> None:
+    """With the same bits, in a script with AdamW. SGD's are not scaled (own_optimizer.py)."""
+    words, local = ["--steps", "6", "--evaluate", "6", "--lr"], "local-sgd:every=2,staleness=1,parts=2"
+    larger = trained(*words, str(1e-3 * 2**0.5), strategy=f"{local}+int2")
+    assert trained(*words, "1e-3", strategy=f"{local},lr_scaling=sqrt+int2")["curve"][0][1] == larger["curve"][0][1]
+
+
 def test_a_missing_text_is_one_line() -> None:
     done = launch(1, [SCRIPT], "forks", {"PATH": "/nowhere"})
     assert done.returncode == 1

@@ -41,15 +41,14 @@ from hvdtrain.system.rates import parse_rate
 HOSTS, ONE = "abcd", "one host"
 RIVALS = ["ddp", "fp16", *(f"accumulate:{k}{hook}" for hook in ("", "+fp16") for k in (2, 4, 8))]
 RIVALS += [f"powersgd:{rank}" for rank in (1, 2, 4, 8)]
-RIVALS += [f"{how}:{every}" for how in ("postlocal", "accelerate", "diloco") for every in (8, 16, 32, 64)]
+RIVALS += [f"{how}:{every}" for how in ("postlocal", "accelerate", "diloco") for every in (2, 4, 8, 16, 32, 64)]
 RIVALS += ["diloco:8/1", "diloco:16/2", "diloco:32/5", "diloco:64/12"]
 OURS = {
     "hvdtrain balanced": "int4",
-    "hvdtrain int2": "int2",
-    "hvdtrain powersgd": "powersgd:rank=16",
-    "hvdtrain fast": "local-sgd:every=8,staleness=1,parts=8,outer_lr=0.7,outer_momentum=0.6+int2",
+    "hvdtrain every=1": "local-sgd:every=1,staleness=1,lr_scaling=sqrt+int2",
+    "hvdtrain every=2": "local-sgd:every=2,lr_scaling=sqrt+int2",
+    "hvdtrain fast": "local-sgd:every=4,staleness=1,parts=4,lr_scaling=sqrt+int2",
     "hvdtrain every=16": "local-sgd:every=16,staleness=1,parts=8,outer_lr=0.8,outer_momentum=0.6+int2",
-    "hvdtrain in one piece": "local-sgd:every=8,outer_lr=0.7,outer_momentum=0.6+int2",
 }
 PERIOD = r"(?:every=|accumulate:|postlocal:|accelerate:|diloco:)(\d+)"
 EVALUATE, WARM_UP, MOST_S = 32, 16, 1800

@@ -19,7 +19,7 @@ from hvdtrain.comm.errors import PeerLost
 from hvdtrain.comm.world import connect
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.horovod_api.calls import Calls
-from hvdtrain.strategies import Spec, Strategy
+from hvdtrain.strategies import Spec, Strategy, presets
 from hvdtrain.strategies.cost import Shape
 from hvdtrain.strategies.registry import DEFAULT_REDUCER
 from hvdtrain.system import exits
@@ -43,12 +43,13 @@ def job() -> Job:
     return current
 
 
-def fresh(exchange: Spec, world: Communicator, shapes: Sequence[Shape]) -> Strategy:
-    """A new strategy for arrays of these shapes. HVDTRAIN_BUCKETS has the meaning of --buckets."""
+def fresh(exchange: Spec, world: Communicator, shapes: Sequence[Shape], optimizer: type) -> Strategy:
+    """A new strategy; see `Job.strategy`. HVDTRAIN_BUCKETS has the meaning of --buckets."""
     text = os.environ.get("HVDTRAIN_BUCKETS", "0")
     if text not in ("0", "1", "2", "3", "4"):
         raise Failure(f"HVDTRAIN_BUCKETS={text}: must be a number from 0 to 4", exits.BAD_CONFIG)
-    return exchange.make(TrainConfig(strategy=str(exchange), buckets=int(text)), world, shapes)
+    config = TrainConfig(strategy=str(exchange), buckets=int(text), optimizer=presets.family(optimizer))
+    return exchange.make(config, world, shapes)
 
 
 class Job:
@@ -96,10 +97,15 @@ class Job:
         self.generation += 1
         self._connect()
 
-    def strategy(self, exchange: Spec, shapes: Sequence[Shape]) -> tuple[Strategy, Communicator]:
-        """A strategy for arrays of these shapes, on separate connections. Collective."""
+    def strategy(
+        self, exchange: Spec, shapes: Sequence[Shape], optimizer: type = object
+    ) -> tuple[Strategy, Communicator]:
+        """A strategy for arrays of these shapes, on separate connections. Collective.
+
+        `optimizer`: type of the one that trains them; `object` if it is not known.
+        """
         world = self.world()
-        strategy = fresh(exchange, world, shapes)
+        strategy = fresh(exchange, world, shapes, optimizer)
         self._strategies.add(strategy)
         return strategy, world
 

@@ -33,13 +33,14 @@ _numbers = itertools.count()
 class State:
     """The state of an optimizer's exchange. It contains no Keras variables, which would be saved with the model."""
 
-    def __init__(self, settings: types.SimpleNamespace) -> None:
+    def __init__(self, settings: types.SimpleNamespace, optimizer: type) -> None:
         self.local: set[int] = set()
         """Ids of variables that are not exchanged"""
         self.passes = tf.Variable(0, trainable=False)
         self.sums: list[Any] = []
         """Sums of the gradients of the backward passes since the last exchange"""
-        self.step = Step(settings.exchange, average=settings.op == horovod.Average) if settings.exchange else None
+        average = settings.op == horovod.Average
+        self.step = Step(settings.exchange, average=average, optimizer=optimizer) if settings.exchange else None
         self.recorded: Recorded | None = None
 
 
@@ -56,7 +57,7 @@ class Distributed:
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._hvd_state = State(self._hvd_settings)
+        self._hvd_state = State(self._hvd_settings, type(self))
 
     def register_local_var(self, variable: Any) -> None:
         """Exclude a variable's gradients from the exchange."""

@@ -32,8 +32,6 @@ RECORDED = {  # with SGD
     "powersgd:rank=4": Learning((1.0, 1.4), 0.20),
     "local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4": Learning((0.9, 1.2), 0.14),
     "local-sgd:every=4,staleness=2+powersgd:rank=12,bits=4": Learning((0.9, 1.2), 0.47),
-    "int4": Learning((1.0, 1.2), None),  # these two: one seed
-    "local-sgd:every=4+int8": Learning((1.1, 1.3), None),
 }
 MUON = {name: each for name, each in RECORDED.items() if each.exact} | {
     "powersgd:rank=16,bits=4": Learning((1.0, 1.3), 0.36)  # averaging weights needs a quarter more steps
@@ -41,13 +39,12 @@ MUON = {name: each for name, each in RECORDED.items() if each.exact} | {
 ADAM = {name: each for name, each in RECORDED.items() if each.exact} | {  # of a GPT, in loss instead of accuracy
     **dict.fromkeys(("bf16", "int8", "int4"), Learning((1.0, 1.1), None)),  # int4: 1.01, and it rounds most coarsely
     "powersgd:rank=16": Learning((1.1, 1.3), None),  # 1.19
-    "local-sgd:outer_lr=0.7,outer_momentum=0.6,staleness=1,parts=8+int2": Learning((1.1, 1.4), None),  # every 8: 1.26
+    "local-sgd:every=2,lr_scaling=sqrt+int2": Learning((1.0, 1.1), None),  # 1.01
+    "local-sgd:every=4,staleness=1,parts=4,lr_scaling=sqrt+int2": Learning((1.0, 1.2), None),  # 1.12
     "local-sgd:every=16,outer_lr=0.8,outer_momentum=0.6,staleness=1,parts=8+int2": Learning((1.2, 1.5), None),  # 1.39
 }
 ACCUMULATED = {2: (1.1, 1.2), 4: (1.5, 1.7), 8: (2.2, 2.9)}
 """Batches that a script accumulates: samples to a loss relative to exact sums, as an interval (small GPT with Adam)"""
-OTHERS = ("int4", "local-sgd:every=4+int8")
-"""Strategies that a plan shows although their learning with SGD is less well known"""
 SHOWN = tuple(name for name in {**RECORDED, **MUON, **ADAM} if name not in ("allreduce", "native"))
 """The strategies that a plan shows"""
 
@@ -60,8 +57,7 @@ def records(optimizer: str | None) -> dict[str, Learning]:
 def candidates(optimizer: str | None) -> list[str]:
     """Return the strategies from which `--strategy auto` chooses. Exact sums come first."""
     known = records(optimizer)
-    names = [name for name in SHOWN if name in known and not (known is RECORDED and name in OTHERS)]
-    return sorted(names, key=lambda name: not known[name].exact)
+    return sorted((name for name in SHOWN if name in known), key=lambda name: not known[name].exact)
 
 
 def epochs_factor(batch: int, base: int, noise_scale: tuple[float, float | None]) -> tuple[float, float]:

@@ -125,6 +125,7 @@ class Strategy(abc.ABC):
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         """Exchange after backward and update the replica's weights.
 
+        `lr`: the learning rate; in scripts, which have their own, what to multiply it by.
         Time spent waiting for other ranks goes to the clock's label "communication", the update to "compute".
         """
 

@@ -72,7 +72,7 @@ class Vectors(Protocol):
     """Whether `apply` can update some arrays before others"""
 
     def apply(self, lr: float, arrays: range | None = None) -> None:
-        """Update the weights with the gradients, unless backward has done so. `arrays`: only these.
+        """Update the weights with the gradients, unless backward has done so. `arrays`: only these. `lr`: as in `step`.
 
         If `vector` was called, the gradients are those that the vector holds now.
         """

@@ -44,8 +44,8 @@ class Step:
     All ranks must make the same number of steps. With `average`, the sum over ranks is divided by their number.
     """
 
-    def __init__(self, exchange: Spec, *, average: bool) -> None:
-        self.exchange = exchange
+    def __init__(self, exchange: Spec, *, average: bool, optimizer: type = object) -> None:
+        self.exchange, self._optimizer = exchange, optimizer
         self._divided = average and not exchange.capabilities.local_updates
         self._variables: list[Any] = []
         self._flat = FlatVariables([])
@@ -143,7 +143,7 @@ class Step:
             threading.Thread(target=self._run, args=(strategy,), daemon=True).start()
             self._wait()
         else:
-            self._sent_bytes += strategy.step(self, 0.0, self._clock).sent_bytes
+            self._sent_bytes += strategy.step(self, 1.0, self._clock).sent_bytes
         return self._vector, np.bool_(self._due)
 
     def _end(self) -> tuple[np.ndarray, np.bool_]:
@@ -156,7 +156,7 @@ class Step:
 
     def _run(self, strategy: Strategy) -> None:
         try:
-            self._sent_bytes += strategy.step(self, 0.0, self._clock).sent_bytes
+            self._sent_bytes += strategy.step(self, 1.0, self._clock).sent_bytes
             self._events.put(False)
         except BaseException as error:
             self._events.put(error)
@@ -178,7 +178,7 @@ class Step:
         strategy = self._present()
         if strategy is None:
             shapes = [tuple(variable.shape) for variable in self._flat.variables]
-            strategy, self.world = job.job().strategy(self.exchange, shapes)
+            strategy, self.world = job.job().strategy(self.exchange, shapes, self._optimizer)
             self._strategy, self._generation = strategy, job.job().generation
             self._buckets = strategy.buckets()
             if self._generation == 0:
@@ -207,8 +207,11 @@ class Step:
     def apply(self, lr: float, arrays: range | None = None) -> None:
         self._due = True
         if not self._joined and self._made().capabilities.local_updates:
+            before = self.weights() if lr != 1 else None  # the graph has the learning rate
             self._events.put(True)
             self._resume.acquire()
+            if before is not None:
+                self.set_weights(before + np.float32(lr) * (self.weights() - before))
 
     def weights(self, arrays: range | None = None) -> np.ndarray:
         return self._flat.weights(arrays) if self._new is None else self._new[self._flat.span(arrays)]
@@ -227,7 +230,7 @@ class Step:
         self._vector = aligned(self._flat.size + TAIL)
         self._vector[: self._flat.size], self._vector[self._flat.size :] = 0, self.tail()
         try:
-            done = strategy.step(self, 0.0, self._clock)
+            done = strategy.step(self, 1.0, self._clock)
         finally:
             self._joined = False
         if self._new is not None:

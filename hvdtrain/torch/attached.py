@@ -187,7 +187,8 @@ class Attached(Measuring):
         state = super()._exchange_state(strategy)
         if strategy.in_sync:
             return state
-        fresh = ranks.fresh(self._exchange, self._world, [tuple(each.shape) for each in self._named.values()])
+        shapes = [tuple(each.shape) for each in self._named.values()]
+        fresh = ranks.fresh(self._exchange, self._world, shapes, type(self))
         arrays = {name: state["arrays"][name] for name in fresh.state()}  # nothing of the round that has begun
         return state | {"in_sync": True, "arrays": arrays}
 

@@ -102,14 +102,8 @@ class Measuring(Exchanging):
 
     # --- the choice ---------------------------------------------------------------------------------------------
 
-    @property
-    def _family(self) -> Any:
-        """The optimizer with which strategies were measured that resembles this one most."""
-        names = {each.__name__.lower() for each in type(self).__mro__}
-        return next((name for name in presets.FAMILIES if name in names), presets.UNKNOWN)
-
     def _candidates(self) -> list[Spec]:
-        exchanges = choice.candidates(self._rule, TrainConfig(framework="torch", optimizer=self._family))
+        exchanges = choice.candidates(self._rule, TrainConfig(framework="torch", optimizer=presets.family(type(self))))
         return [each for each in exchanges if not conflict(each, op=self._op, compressed=False, all_ranks=True)]
 
     def _chosen(self) -> Chosen:
@@ -141,7 +135,7 @@ class Measuring(Exchanging):
         watch, device = self._watch, str(next(iter(self._named.values())).device)
         return self._steps.profile(
             script=Path(sys.argv[0]).name,
-            setup={"framework": "torch", "device": device, "optimizer": self._family},
+            setup={"framework": "torch", "device": device, "optimizer": presets.family(type(self))},
             shapes=[tuple(weight.shape) for weight in self._named.values()],
             batch=watch.batch() if watch else 1,
             accumulation=watch.accumulation() if watch else 1,
@@ -231,11 +225,11 @@ def averaging_s(named: dict[str, torch.nn.Parameter]) -> float:
     """Return the processor seconds of averaging weights in a single process. The weights do not change."""
     single = alone("torch")
     local = parse(profiled.AVERAGING).make(TrainConfig(), single, [tuple(each.shape) for each in named.values()])
-    vectors = Parameters(named, lambda: None, local, ranks=1, divided=False, careful=False)
+    vectors = Parameters(named, lambda _: None, local, ranks=1, divided=False, careful=False)
     before, spent = [weight.detach().clone() for weight in named.values()], []
     for _ in range(profile.AVERAGINGS):
         began = time.process_time()
-        local.step(vectors, 0.0, Clock())
+        local.step(vectors, 1.0, Clock())
         spent.append(time.process_time() - began)
     with torch.no_grad():
         torch._foreach_copy_(list(named.values()), before)  # averaging one rank rounds

@@ -30,6 +30,7 @@ from hvdtrain.torch.vectors import (
     Skipping,
     evaluated,
     has_unknown_gradients,
+    scaled,
     step_evaluated,
     unscale,
 )
@@ -98,7 +99,7 @@ class Exchanging(Skipping):
         dense = {name: parameter for name, parameter in self._named.items() if name not in sparse}
         self._sparse = {name: parameter for name, parameter in self._named.items() if name in sparse}
         shapes = [tuple(parameter.shape) for parameter in dense.values()]
-        self._strategy, self._world = job.job().strategy(self._exchange, shapes)
+        self._strategy, self._world = job.job().strategy(self._exchange, shapes, type(self))
         self._generation = job.job().generation
         size, careful = self._world.size, self._exchange.capabilities.has_residual
         if previous := self.__dict__.get("_parameters"):
@@ -146,7 +147,7 @@ class Exchanging(Skipping):
                 self._run_exchange()
             elif self._deferred:
                 self._deferred = None
-                self._update()
+                self._update(1.0)
         self._synchronized, self._deferred = False, None
         return next(iter(self._losses), None)
 
@@ -196,11 +197,11 @@ class Exchanging(Skipping):
         if self.has_loaded:
             self.has_loaded = False
             self._strategy.restart(self._parameters)
-        done = self._strategy.step(self._parameters, 0.0, self._clock)
+        done = self._strategy.step(self._parameters, 1.0, self._clock)
         sent_bytes = done.sent_bytes
         if self._parameters.must_repeat:
             self._parameters.must_repeat = False
-            done = self._strategy.step(self._parameters, 0.0, self._clock)
+            done = self._strategy.step(self._parameters, 1.0, self._clock)
             sent_bytes += done.sent_bytes
         self._all_joined = done.totals is not None and done.totals[JOINED] == done.totals[-1]
         self._waited_s = self._clock.take("communication")
@@ -224,15 +225,16 @@ class Exchanging(Skipping):
             self._strategy.load(before)
         return self._all_joined
 
-    def _update(self) -> None:
-        """Make the wrapped optimizer's step.
+    def _update(self, factor: float) -> None:
+        """Make the wrapped optimizer's step, with the learning rate times a factor.
 
         After `synchronize` this is left to `step`. With a GradScaler, infinite gradients are skipped.
         """
         if self._deferred is False:
             self._deferred = True
         elif self._found_inf is None or not self._parameters.lost():
-            step_evaluated(super().step, self._losses, self.param_groups)
+            with scaled(self.param_groups, factor):
+                step_evaluated(super().step, self._losses, self.param_groups)
 
     @contextlib.contextmanager
     def _grad_scaler(self) -> Iterator[None]:
@@ -328,7 +330,7 @@ class Exchanging(Skipping):
             loaded = self._checked(state_dict[STATE])
         else:
             shapes = [tuple(parameter.shape) for name, parameter in self._named.items() if name not in self._sparse]
-            loaded = self._exchange_state(ranks.fresh(self._exchange, self._world, shapes))
+            loaded = self._exchange_state(ranks.fresh(self._exchange, self._world, shapes, type(self)))
         super().load_state_dict(state_dict)
         self._synchronized, self._deferred = False, None
         self._loaded, self._compared = loaded, False

@@ -125,7 +125,7 @@ class Summing:
         self._strategy, self._world = job.job().strategy(self._spec, self._shapes)
         self._parameters = Parameters(
             self._named,
-            lambda: None,
+            lambda _: None,
             self._strategy,
             ranks=self._world.size,
             divided=True,
@@ -193,10 +193,10 @@ class Summing:
                 device=str(next(iter(self._named.values())).device),
                 threads=torch.get_num_threads(),
             )
-        sent_bytes = self._strategy.step(self._parameters, 0.0, self._clock).sent_bytes
+        sent_bytes = self._strategy.step(self._parameters, 1.0, self._clock).sent_bytes
         if self._parameters.must_repeat:
             self._parameters.must_repeat = False
-            sent_bytes += self._strategy.step(self._parameters, 0.0, self._clock).sent_bytes
+            sent_bytes += self._strategy.step(self._parameters, 1.0, self._clock).sent_bytes
         waited_s = self._clock.take("communication")
         if self._steps is not None and not self._parameters.joined:
             local_sent_bytes = self._world.take_local_sent_bytes()

@@ -33,7 +33,7 @@ class Parameters:
     def __init__(
         self,
         named: Mapping[str, torch.nn.Parameter],
-        update: Callable[[], None],
+        update: Callable[[float], None],
         strategy: Strategy,
         *,
         ranks: int,
@@ -46,7 +46,7 @@ class Parameters:
 
         Args:
             named: The trained parameters.
-            update: The optimizer's own step.
+            update: The optimizer's own step, with its learning rate times a factor.
             strategy: Exchanges the vector.
             ranks: The number of ranks.
             divided: Whether gradients are divided by the number of ranks, so that their sum is the mean.
@@ -158,7 +158,7 @@ class Parameters:
             return
         unused = np.flatnonzero(tail[JOINED + 1 : -2] == 0) if self._requested else ()
         self._return_gradients(infinite=tail[-1] > 0, unused=set(map(int, unused)))
-        self._update()
+        self._update(lr)
 
     @torch.no_grad()
     def weights(self, arrays: range | None = None) -> Array:
@@ -317,6 +317,19 @@ def evaluated(closure: Callable[[], Any] | None) -> list[Any]:
         return []
     with torch.enable_grad():
         return [closure()]
+
+
+@contextlib.contextmanager
+def scaled(groups: list[dict[str, Any]], factor: float) -> Iterator[None]:
+    """Multiply the learning rates of parameter groups for a while. Groups without one stay as they are."""
+    rates = [(group, group["lr"]) for group in groups if group.get("lr") is not None] if factor != 1 else []
+    for group, lr in rates:
+        group["lr"] = lr * factor
+    try:
+        yield
+    finally:
+        for group, lr in rates:
+            group["lr"] = lr
 
 
 def step_evaluated(step: Callable[..., Any], losses: list[Any], groups: list[dict[str, Any]]) -> None:

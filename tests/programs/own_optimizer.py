@@ -22,8 +22,8 @@ import hvdtrain.torch as hvd
 from hvdtrain.horovod_api import job
 from hvdtrain.observe.timing import Clock
 
-STRATEGIES = ("hierarchical", "powersgd:rank=2", "local-sgd:every=3,start=2,outer_momentum=0.5")
-STRATEGIES += ("local-sgd:every=3,staleness=1,parts=3+powersgd:rank=2,bits=4",)
+STRATEGIES = ("hierarchical", "powersgd:rank=2", "local-sgd:every=3,outer_momentum=0.5")
+STRATEGIES += ("local-sgd:every=3,staleness=1,parts=3,lr_scaling=sqrt+powersgd:rank=2,bits=4",)
 LR, STEPS = 0.1, 8
 
 

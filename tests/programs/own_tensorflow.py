@@ -182,6 +182,11 @@ def fits(folder: Path) -> dict[str, Any]:
         late_built = lambda: model(distributed(sgd(), strategy=stale), 3 + hvd.rank(), built_by_fit=True)  # noqa: E731
         runs["alone, plain"] = lambda: alone(plain())
         runs["averaged"] = lambda: fitted(model(distributed(plain(), strategy="local-sgd:every=1")))
+        runs["scaled sgd"] = lambda: fitted(model(distributed(plain(), strategy="local-sgd:every=1,lr_scaling=sqrt")))
+        larger = lambda: keras.optimizers.Adam(0.01 * 2**0.5)  # noqa: E731
+        runs["adam, larger"] = lambda: fitted(model(distributed(larger(), strategy="local-sgd:every=2")))
+        scaled = "local-sgd:every=2,lr_scaling=sqrt"
+        runs["adam, scaled"] = lambda: fitted(model(distributed(keras.optimizers.Adam(0.01), strategy=scaled)))
         runs["stale"] = lambda: fitted(model(distributed(sgd(), strategy=stale)))
         runs["stale, built by fit"] = lambda: fitted(late_built())
         runs["stale, resumed"] = lambda: resumed(folder, strategy=stale)

@@ -12,10 +12,12 @@ Douillard et al., "Streaming DiLoCo", 2025, with smaller S). No rank waits if th
 With `parts` = P the model's layers are divided into P parts, which are averaged in turn, one every H/P steps (Streaming
 DiLoCo). So the network works evenly, and S = 1 hides exchanges that would take P steps in one piece.
 
-`start` exchanges gradients in each of the first steps, when weights change fastest (post-local SGD: Lin et al., 2020).
+With `lr_scaling` local steps multiply the learning rate by the square root of the number of ranks. Adam divides by the
+magnitude of its gradients, which in a rank's own ones is up to this factor larger than in the ranks' mean, because of
+noise (Malladi et al., "On the SDEs and scaling rules for adaptive gradient algorithms", 2022). SGD's are not scaled.
+
 `outer_lr` and `outer_momentum` treat the mean change as a gradient and make Nesterov steps with it (DiLoCo: Douillard
-et al., 2023). A reducer with error feedback adds its residual to the next change. At the end of `start` it drops the
-residual, because a gradient is not a change of weights. Adding it times -lr did not help.
+et al., 2023). A reducer with error feedback adds its residual to the next change.
 
 McMahan et al., "Communication-efficient learning of deep networks from decentralized data", 2017; Stich, "Local SGD
 converges fast and communicates little", 2019.
@@ -31,7 +33,7 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from array_api_compat import array_namespace
@@ -103,8 +105,6 @@ class LocalSGD(Synchronous):
     class Settings(Checked):
         every: int = bounded(8, least=1, example=6)
         """Steps between two exchanges"""
-        start: int = bounded(0, least=0)
-        """Steps at the beginning in which gradients are exchanged every time"""
         outer_lr: float = bounded(1.0, above=0, most=2)
         """Factor of the ranks' mean change; 1 without momentum is plain averaging"""
         outer_momentum: float = bounded(0.0, least=0, below=1)
@@ -113,6 +113,8 @@ class LocalSGD(Synchronous):
         """Steps computed during an exchange, before its result is used"""
         parts: int = bounded(1, least=1, example=2)
         """Parts of the model that are averaged in turn, each every `every` steps"""
+        lr_scaling: Literal["none", "sqrt"] = dataclasses.field(default="none", metadata={"example": "sqrt"})
+        """sqrt: multiplies the learning rate of local steps by the square root of the number of ranks, except SGD's"""
 
     capabilities = Capabilities(
         takes_reducer=True,
@@ -137,6 +139,7 @@ class LocalSGD(Synchronous):
             self._buckets = self._made(ranges)
         self._parts = [Part(each, each.arrays if len(ranges) > 1 else None) for each in self._buckets]
         self._in_flight: collections.deque[InFlight] = collections.deque()
+        self._scales = settings.lr_scaling == "sqrt" and config.optimizer != "sgd"
         self._steps = 0  # of the whole run
         self._restarted = False
         """Whether this rank's round began with weights that its script has loaded"""
@@ -186,32 +189,20 @@ class LocalSGD(Synchronous):
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         samples, all_samples = replica.share()
-        if self._steps < self.settings.start:
-            vector = replica.vector()
-            vector[: self._size] *= samples / all_samples  # was a mean over this rank's samples
-            exchanged = self._summed(replica, vector, lr, clock)
-            self._steps, self.averages = self._steps + 1, self.averages + 1
-            if self._steps == self.settings.start:
-                self._drop_residual()  # a residual of gradients is not one of weight changes
-            self._begin_round()
-            return exchanged
         self._steps += 1
         with clock.span("compute"):
             if not len(self._anchor):
                 self._set_anchor(replica)
             self._place(replica)
-            replica.apply(lr)
+            replica.apply(lr * math.sqrt(self._world.size) if self._scales else lr)
             tail = replica.tail()
             self._tail = self._tail + tail
         for part in self._parts:
             part.steps, part.samples = part.steps + 1, part.samples + samples
             part.all_samples += all_samples
-        if not self.settings.staleness:
-            self._send_due(replica, clock)
-        exchanged = self._receive(replica, clock, self._steps, float(tail[0] / samples))
-        if self.settings.staleness:
-            self._send_due(replica, clock)
-        return exchanged
+            if part.due <= self._steps and not self._world.suspended:
+                self._send(part, replica, clock)
+        return self._receive(replica, clock, self._steps, float(tail[0] / samples))
 
     def _place(self, replica: Vectors) -> None:
         """Keep this object's arrays where the replica has its weights, after `load` or at the beginning."""
@@ -237,11 +228,6 @@ class LocalSGD(Synchronous):
         if self.in_sync:
             self._begin_round()
         return exchanged
-
-    def _send_due(self, replica: Vectors, clock: Clock) -> None:
-        for part in self._parts:
-            if part.due <= self._steps and not self._world.suspended:
-                self._send(part, replica, clock)
 
     def _send(self, part: Part, replica: Vectors, clock: Clock) -> None:
         """End a part's round and start the exchange of its change."""
@@ -333,7 +319,7 @@ class LocalSGD(Synchronous):
 
         The steps until the next average do not change. That exchange tells whether all ranks have restarted.
         """
-        if self._world.elastic or self._steps < self.settings.start:
+        if self._world.elastic:
             return
         self._start_over(replica)
         self._restarted = True
@@ -343,9 +329,6 @@ class LocalSGD(Synchronous):
         wait([flight.sent_bytes for flight in self._in_flight])  # the reducer is idle
         self._in_flight = collections.deque(flight._replace(void=True) for flight in self._in_flight)
         self._set_anchor(replica)
-        self._drop_residual()
-
-    def _drop_residual(self) -> None:
         for bucket in self._buckets:
             bucket.reducer.drop_residual()
 

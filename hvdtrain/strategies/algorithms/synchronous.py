@@ -132,24 +132,7 @@ class Synchronous(Strategy):
             self._begin(number, vector)
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
-        return self._summed(replica, replica.vector(), lr, clock)
-
-    def _begin(self, number: int, vector: Array) -> None:
-        """Sum a bucket in the background."""
-        work = functools.partial(self._sum, number, vector, self._copies)
-        self._pending.append(self._thread.submit(self._in_background, vector, work))
-        self._copies = []
-
-    @staticmethod
-    def _in_background(vector: Array, work: Callable[[], int]) -> int:
-        """Do work on a vector in the thread. When it ends, also by an error, the GPU has done its part."""
-        use_own_stream(vector)
-        try:
-            return work()
-        finally:
-            finish(vector)
-
-    def _summed(self, replica: Vectors, vector: Array, lr: float, clock: Clock) -> Exchanged:
+        vector = replica.vector()
         in_parts, sent = bool(self._pending) and replica.updates_parts and not self._world.elastic, 0
         if in_parts:
             self._begin(len(self._pending), vector)
@@ -172,6 +155,21 @@ class Synchronous(Strategy):
             if self._trial:
                 self._go_on(self._trial, ranks)
         return Exchanged.of(vector[self._size :], sent)
+
+    def _begin(self, number: int, vector: Array) -> None:
+        """Sum a bucket in the background."""
+        work = functools.partial(self._sum, number, vector, self._copies)
+        self._pending.append(self._thread.submit(self._in_background, vector, work))
+        self._copies = []
+
+    @staticmethod
+    def _in_background(vector: Array, work: Callable[[], int]) -> int:
+        """Do work on a vector in the thread. When it ends, also by an error, the GPU has done its part."""
+        use_own_stream(vector)
+        try:
+            return work()
+        finally:
+            finish(vector)
 
     def _go_on(self, trial: Trial, ranks: Sequence[dict[str, float]] | None) -> None:
         """Continue the trial, or end it if `ranks` are the results of all ranks."""

@@ -12,9 +12,9 @@ Douillard et al., "Streaming DiLoCo", 2025, with smaller S). No rank waits if th
 With `parts` = P the model's layers are divided into P parts, which are averaged in turn, one every H/P steps (Streaming
 DiLoCo). So the network works evenly, and S = 1 hides exchanges that would take P steps in one piece.
 
-With `lr_scaling` local steps multiply the learning rate by the square root of the number of ranks. Adam divides by the
-magnitude of its gradients, which in a rank's own ones is up to this factor larger than in the ranks' mean, because of
-noise (Malladi et al., "On the SDEs and scaling rules for adaptive gradient algorithms", 2022). SGD's are not scaled.
+With `lr_scaling` local steps multiply the learning rate by the square root of the number of ranks, except SGD's. Adam
+divides by the magnitude of its gradients. Noise makes those of a rank up to this factor larger than the ranks' mean
+(Malladi et al., "On the SDEs and scaling rules for adaptive gradient algorithms", 2022).
 
 `outer_lr` and `outer_momentum` treat the mean change as a gradient and make Nesterov steps with it (DiLoCo: Douillard
 et al., 2023). A reducer with error feedback adds its residual to the next change.

@@ -114,6 +114,7 @@ def main():
     parser.add_argument("--batch", type=int, default=8, help="of each rank")
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--warm-up", type=int, default=16, help="steps with a smaller learning rate, and not averaged")
+    parser.add_argument("--decay", action="store_true", help="let the learning rate fall to 0 at the last step")
     parser.add_argument("--evaluate", type=int, default=0, help="steps between evaluations (0: none)")
     parser.add_argument("--target", type=float, default=0.0, help="end at this held-out loss")
     parser.add_argument("--text", type=Path, help="a file to train on (default: the Bible)")
@@ -123,9 +124,8 @@ def main():
     how = dict(part.partition(":")[::2] for part in options.method.split("+"))
     if any(re.sub(r"(?<=[:/])[1-9]\d*", "N", part) not in METHODS for part in options.method.split("+")):
         parser.error(f"--method {options.method} is unknown; hint: choose from {', '.join(METHODS)}")
-    for path in filter(None, (options.text, options.start)):
-        if not path.is_file():
-            parser.error(f"{path}: no such file")
+    if missing := [path for path in (options.text, options.start) if path and not path.is_file()]:
+        parser.error(f"{missing[0]}: no such file")
     every = int(how.get("accumulate", 1))
     torch.manual_seed(0)
     model = GPT()
@@ -175,7 +175,8 @@ def main():
 
     curve, seconds, sent, began = [], [0.0], 0, time.perf_counter()
     for step in range(1, options.steps + 1):
-        optimizer.param_groups[0]["lr"] = options.lr * min(1.0, step / options.warm_up)
+        lr = options.lr * min(step / options.warm_up, 1 - options.decay * step / options.steps)
+        optimizer.param_groups[0]["lr"] = lr
         rows = training[torch.randint(len(training), (options.batch,), generator=batches)]
         with no_sync() if step % every else contextlib.nullcontext():
             (ddp(rows) / every).backward()
@@ -197,8 +198,7 @@ def main():
                 if curve[-1][1] <= options.target:
                     break
         began = time.perf_counter()
-    first = min(step, options.warm_up)
-    counted = max(1, step - first)
+    counted = max(1, step - (first := min(step, options.warm_up)))
     found = {"curve": curve, "parameters": sum(each.numel() for each in parameters), "first_s": seconds[first]}
     found |= {"step_s": (seconds[-1] - seconds[first]) / counted, "step_bytes": (sent_bytes() - sent) / counted}
     if options.evaluate:  # how far the ranks' own weights are from their mean

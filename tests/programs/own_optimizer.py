@@ -86,7 +86,7 @@ class Plain:
 
     def apply(self, lr: float) -> None:
         self.velocity = np.float32(0.9) * self.velocity + self.gradients[:-3]
-        self.set_weights(flat(self.net) - np.float32(LR) * self.velocity)
+        self.set_weights(flat(self.net) - np.float32(lr) * self.velocity)
 
     def weights(self, arrays: range | None = None) -> np.ndarray:
         return torch.cat([each.detach().reshape(-1) for each in self.some(arrays)]).numpy().copy()
@@ -125,7 +125,7 @@ def optimizer_equals_strategy(strategy: str) -> None:
     plain = model()
     exchange = job.wanted(strategy)
     assert exchange is not None
-    tested, _ = job.job().strategy(exchange, [tuple(p.shape) for p in plain.parameters()])
+    tested, _ = job.job().strategy(exchange, [tuple(p.shape) for p in plain.parameters()], torch.optim.SGD)
     vectors = Plain(plain, tested.capabilities.local_updates)
     for step in range(STEPS):
         plain.zero_grad()

@@ -62,7 +62,7 @@ def test_included_parts_add_up_to_the_result(size: int, hosts: int, bits: int, s
 
 @settings(max_examples=80)
 @given(
-    size=st.integers(0, 3 * 64 * quantize.AT_ONCE),
+    size=st.integers(0, 100_000),
     bits=st.sampled_from([8, 4, 2]),
     bad=st.sampled_from([0.0, np.nan, -np.inf, 1e-37, 3e38]),
     seed=st.integers(0, 999),
@@ -80,12 +80,10 @@ def test_compiled_and_numpy_give_the_same_bits(size: int, bits: int, bad: float,
             decoded = [values.copy() for _ in range(3)]
             for how in (compiled.SET, compiled.ADD, compiled.SUBTRACT):
                 quantize.decode(message, decoded[how], bits, how)
-            cut = message[: 4 * blocks + -(-size * bits // 8)]
-            quantize.decode(cut if bits == 8 else message, last := np.empty_like(values), bits)
             halves = np.empty(size + 1, np.uint16)
             cast.encode(values, halves)
             cast.decode(halves.view(np.uint8), wide := values.copy(), compiled.ADD)
-        results.append([message, *decoded, halves, wide, last])
+        results.append([message, *decoded, halves, wide])
     for one, other in zip(*results, strict=True):
         assert np.array_equal(one, other, equal_nan=one.dtype == np.float32)
 

@@ -48,6 +48,7 @@ OURS = {
     "hvdtrain every=1": "local-sgd:every=1,staleness=1,lr_scaling=sqrt+int2",
     "hvdtrain every=2": "local-sgd:every=2,lr_scaling=sqrt+int2",
     "hvdtrain fast": "local-sgd:every=4,staleness=1,parts=4,lr_scaling=sqrt+int2",
+    "hvdtrain every=6": "local-sgd:every=6,staleness=1,parts=6,lr_scaling=sqrt,outer_lr=0.6,outer_momentum=0.6+int2",
     "hvdtrain every=16": "local-sgd:every=16,staleness=1,parts=8,outer_lr=0.8,outer_momentum=0.6+int2",
 }
 PERIOD = r"(?:every=|accumulate:|postlocal:|accelerate:|diloco:)(\d+)"
@@ -238,9 +239,8 @@ def main(arguments: list[str]) -> int:
     options = top.parse_args(arguments)
     if options.short:
         options.rates, options.seeds, options.only = ["100mbit"], [3], ["accumulate:4", "hvdtrain balanced"]
-    named = [*RIVALS, *OURS]
-    if not (chosen := [name for each in options.only for name in fnmatch.filter(named, each)]):
-        top.error(f"--only: no such method; hint: choose from {', '.join(named)}")
+    if not (chosen := [name for each in options.only for name in fnmatch.filter([*RIVALS, *OURS], each)]):
+        top.error(f"--only: no such method; hint: choose from {', '.join([*RIVALS, *OURS])}")
     options.methods = ["ddp", *(each for each in dict.fromkeys(chosen) if each != "ddp")]
     options.start = options.start or options.out / "start.pt"
     written = options.out / "records.jsonl"

@@ -17,7 +17,7 @@ from hvdtrain.strategies.spec import Spec
 class Learning(NamedTuple):
     steps: tuple[float, float]
     """Least and most steps to the target, relative to exact sums"""
-    loss_points: float | None
+    loss_points: float | None = None
     """Mean loss of final accuracy; None if it was not measured"""
     exact: bool = False
 
@@ -27,8 +27,8 @@ RECORDED = {  # with SGD
     "allreduce": EXACT,
     "native": EXACT,
     "hierarchical": EXACT,
-    "bf16": Learning((1.0, 1.1), None),  # bounded by int4, which rounds more coarsely and needed 1.07
-    "int8": Learning((1.0, 1.1), None),
+    "bf16": Learning((1.0, 1.1)),  # bounded by int4, which rounds more coarsely and needed 1.07
+    "int8": Learning((1.0, 1.1)),
     "powersgd:rank=4": Learning((1.0, 1.4), 0.20),
     "local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4": Learning((0.9, 1.2), 0.14),
     "local-sgd:every=4,staleness=2+powersgd:rank=12,bits=4": Learning((0.9, 1.2), 0.47),
@@ -37,11 +37,12 @@ MUON = {name: each for name, each in RECORDED.items() if each.exact} | {
     "powersgd:rank=16,bits=4": Learning((1.0, 1.3), 0.36)  # averaging weights needs a quarter more steps
 }
 ADAM = {name: each for name, each in RECORDED.items() if each.exact} | {  # of a GPT, in loss instead of accuracy
-    **dict.fromkeys(("bf16", "int8", "int4"), Learning((1.0, 1.1), None)),  # int4: 1.01, and it rounds most coarsely
-    "powersgd:rank=16": Learning((1.1, 1.3), None),  # 1.19
-    "local-sgd:every=2,lr_scaling=sqrt+int2": Learning((1.0, 1.1), None),  # 1.01
-    "local-sgd:every=4,staleness=1,parts=4,lr_scaling=sqrt+int2": Learning((1.0, 1.2), None),  # 1.12
-    "local-sgd:every=16,outer_lr=0.8,outer_momentum=0.6,staleness=1,parts=8+int2": Learning((1.2, 1.5), None),  # 1.39
+    **dict.fromkeys(("bf16", "int8", "int4"), Learning((1.0, 1.1))),  # int4: 1.01, and it rounds most coarsely
+    "powersgd:rank=16": Learning((1.1, 1.3)),  # 1.19
+    "local-sgd:every=2,lr_scaling=sqrt+int2": Learning((1.0, 1.1)),  # 1.01
+    "local-sgd:every=4,staleness=1,parts=4,lr_scaling=sqrt+int2": Learning((1.0, 1.2)),  # 1.12
+    "local-sgd:every=6,outer_lr=0.6,outer_momentum=0.6,staleness=1,parts=6,lr_scaling=sqrt+int2": Learning((1.1, 1.3)),
+    "local-sgd:every=16,outer_lr=0.8,outer_momentum=0.6,staleness=1,parts=8+int2": Learning((1.2, 1.5)),  # 1.39
 }
 ACCUMULATED = {2: (1.1, 1.2), 4: (1.5, 1.7), 8: (2.2, 2.9)}
 """Batches that a script accumulates: samples to a loss relative to exact sums, as an interval (small GPT with Adam)"""

@@ -32,20 +32,20 @@ LOCAL_ADAM = "local-sgd:every=4,staleness=1,parts=4,lr_scaling=sqrt+int2"
 LOCAL_SGD = "local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4"
 ADAM = {
     "exact": Preset("hierarchical", "0.42 s at 100 Mbit/s, 3.5 s at 10", "1", "steps 1"),
-    "balanced": Preset("int4", "0.14 s at 100 Mbit/s, 0.70 s at 10", "1/7", "steps 1.01"),
-    "fast": Preset(LOCAL_ADAM, "0.09 s at 100 Mbit/s, 0.12 s at 10", "1/51", "steps 1.12"),
+    "balanced": Preset("int4", "0.12 s at 100 Mbit/s, 0.67 s at 10", "1/8", "steps 1.01"),
+    "fast": Preset(LOCAL_ADAM, "0.09 s at 100 Mbit/s, 0.11 s at 10", "1/68", "steps 1.12"),
 }
 SGD = {
     "exact": Preset("hierarchical", "0.94 s at 100 Mbit/s, 7.6 s at 10 (projected), 128x128", "1", "accuracy 89.51 %"),
     "balanced": Preset(
-        "powersgd:rank=4", "0.21 s at 100 Mbit/s, 0.30 s at 10, 128x128", "1/73", "0.20 points lower [0.06 to 0.34]"
+        "powersgd:rank=4", "0.21 s at 100 Mbit/s, 0.30 s at 10, 128x128", "1/75", "0.20 points lower [0.06 to 0.34]"
     ),
-    "fast": Preset(LOCAL_SGD, "0.25 s at 100 Mbit/s, 0.26 s at 10, 80x80", "1/109", "0.14 points lower [0.00 to 0.28]"),
+    "fast": Preset(LOCAL_SGD, "0.25 s at 100 Mbit/s, 0.26 s at 10, 80x80", "1/116", "0.14 points lower [0.00 to 0.28]"),
 }
 MUON = {
     "exact": Preset("hierarchical", "7.3 s at 10 Mbit/s (projected), 80x80", "1", "accuracy 89.58 %"),
     "balanced": Preset(
-        "powersgd:rank=16,bits=4", "0.43 s at 10 Mbit/s, 80x80", "1/42", "0.36 points lower [0.27 to 0.44]"
+        "powersgd:rank=16,bits=4", "0.43 s at 10 Mbit/s, 80x80", "1/44", "0.36 points lower [0.27 to 0.44]"
     ),
 }
 MUON["fast"] = MUON["balanced"]  # averaging weights needs a quarter more steps

@@ -25,9 +25,6 @@ from hvdtrain.strategies.reducers.base import Reducer
 from hvdtrain.strategies.reducers.bfloat16 import from_bf16, to_bf16
 from hvdtrain.strategies.reducers.compiled import ADD, SET
 
-BLOCK = 1 << 15
-"""Numbers converted at a time, so that intermediate arrays stay in the processor's cache"""
-
 
 class BF16(Reducer):
     """Sends the upper half of each float32."""
@@ -65,27 +62,21 @@ def encode(values: Array, message: Array) -> None:
     message[len(values) :] = 0
     if is_numpy(values) and (c := compiled.loops()):
         return c.encode_bf16(values, len(values), message)
-    at_once = BLOCK if is_numpy(values) else len(values)
-    for begin in range(0, len(values), at_once):
-        piece = values[begin : begin + at_once]
-        message[begin : begin + len(piece)] = to_bf16(piece)
+    message[: len(values)] = to_bf16(values)
     return None
 
 
 @np.errstate(over="ignore")
 def decode(message: Array, values: Array, how: int = SET) -> None:
     """Set `values` to the float32 numbers of a message of bytes, or add these."""
-    at_once = BLOCK if is_numpy(values) else len(values)
     halves = message.view(array_namespace(message).uint16)
     if len(halves) < len(values):
         raise RuntimeError(f"a message of {len(message)} bytes has fewer than {len(values)} numbers")
     if is_numpy(values) and (c := compiled.loops()):
         return c.decode_bf16(halves, len(values), how, values)
-    for begin in range(0, len(values), at_once):
-        piece = values[begin : begin + at_once]
-        numbers = from_bf16(halves[begin : begin + len(piece)])
-        if how == ADD:
-            piece += numbers
-        else:
-            piece[:] = numbers
+    numbers = from_bf16(halves[: len(values)])
+    if how == ADD:
+        values += numbers
+    else:
+        values[:] = numbers
     return None

@@ -11,13 +11,28 @@
 #define FOR_EACH_PROCESSOR
 #endif
 
-enum { LENGTH = 64 };
+enum { LENGTH = 64, FIVES = 13 }; /* of 65 numbers, of which a block's last one is not used */
 enum { SET, ADD, SUBTRACT };
 static const float TINY = 1.5e-36f;
 
+static inline uint16_t to_bf16(uint32_t number)
+{
+    const uint32_t rounded = (number + 0x7fff + (number >> 16 & 1)) >> 16;
+    /* NaN is special, because the carry would turn some into numbers */
+    return (number & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;
+}
+
+static inline float from_bf16(uint16_t half)
+{
+    const uint32_t number = (uint32_t)half << 16;
+    float value;
+    memcpy(&value, &number, sizeof value);
+    return value;
+}
+
 /* `size` numbers in `blocks` blocks; the missing ones are 0. */
 FOR_EACH_PROCESSOR
-void encode_integers(const float *values, int64_t size, int64_t blocks, int bits, float *scales, uint8_t *message)
+void encode_integers(const float *values, int64_t size, int64_t blocks, int bits, uint16_t *scales, uint8_t *message)
 {
     const float top = (1 << (bits - 1)) - 1;
     float last[LENGTH] = {0};
@@ -30,7 +45,7 @@ void encode_integers(const float *values, int64_t size, int64_t blocks, int bits
             some = last;
         }
         int32_t pattern[LENGTH], most = 0;
-        int8_t whole[LENGTH];
+        int8_t whole[LENGTH + 4] = {0};
         memcpy(pattern, some, sizeof pattern);
         for (int i = 0; i < LENGTH; i++) { /* as integers, magnitudes are in order, infinity and NaN last */
             const int32_t magnitude = pattern[i] & 0x7fffffff;
@@ -40,8 +55,10 @@ void encode_integers(const float *values, int64_t size, int64_t blocks, int bits
         memcpy(&largest, &most, sizeof largest);
         if (largest < TINY)
             largest = 0;
-        scales[block] = largest / top;
-        const float factor = largest == 0 ? 0 : top / largest;
+        const float exact = largest / top;
+        memcpy(&most, &exact, sizeof most);
+        scales[block] = to_bf16(most);
+        const float scale = from_bf16(scales[block]), factor = scale == 0 ? 0 : 1 / scale;
         for (int i = 0; i < LENGTH; i++)
             whole[i] = (int8_t)(int32_t)rintf(some[i] * factor);
         if (bits == 8) {
@@ -52,13 +69,16 @@ void encode_integers(const float *values, int64_t size, int64_t blocks, int bits
                 message[i] = (whole[2 * i] & 15) | (uint8_t)(whole[2 * i + 1] << 4);
             message += LENGTH / 2;
         } else {
-            uint32_t fours[LENGTH / 4]; /* four numbers at a time, which vectorizes; assumes a little-endian processor */
-            memcpy(fours, whole, LENGTH);
-            for (int i = 0; i < LENGTH / 4; i++) {
-                const uint32_t four = fours[i] & 0x03030303;
-                message[i] = four | four >> 6 | four >> 12 | four >> 18;
+            uint8_t fives[16]; /* the last three are not used, but 16 vectorize */
+            for (int i = 0; i < 16; i++) {
+                int8_t five = whole[i];
+                for (int k = 1; k < 5; k++)
+                    five = 3 * five + whole[FIVES * k + i];
+                const uint16_t value = five + 121;
+                fives[i] = value + ((55 * value + 1008) >> 10);
             }
-            message += LENGTH / 4;
+            memcpy(message, fives, FIVES);
+            message += FIVES;
         }
     }
 }
@@ -76,58 +96,52 @@ static inline void combine(float *values, const int8_t *whole, float scale, int 
             values[i] = whole[i] * scale;
 }
 
-/* The message may end with the last of `size` numbers, inside a block. */
 FOR_EACH_PROCESSOR
-void decode_integers(const float *scales, const uint8_t *message, int64_t size, int bits, int how, float *values)
+void decode_integers(const uint16_t *scales, const uint8_t *message, int64_t size, int bits, int how, float *values)
 {
-    int8_t whole[LENGTH] = {0};
+    int8_t whole[LENGTH + 4] = {0};
     for (int64_t block = 0; size > 0; block++, values += LENGTH, size -= LENGTH) {
         const int present = size < LENGTH ? size : LENGTH;
         if (bits == 8) {
-            memcpy(whole, message, present);
+            memcpy(whole, message, LENGTH);
             message += LENGTH;
         } else if (bits == 4) {
-            for (int i = 0; i < (present + 1) / 2; i++) {
+            for (int i = 0; i < LENGTH / 2; i++) {
                 whole[2 * i] = (int8_t)(message[i] << 4) >> 4;
                 whole[2 * i + 1] = (int8_t)message[i] >> 4;
             }
             message += LENGTH / 2;
         } else {
-            uint32_t fours[LENGTH / 4] = {0};
-            for (int i = 0; i < (present + 3) / 4; i++) {
-                const uint32_t four = message[i];
-                fours[i] = (four | four << 6 | four << 12 | four << 18) & 0x03030303;
-            }
-            memcpy(whole, fours, LENGTH);
-            for (int i = 0; i < LENGTH; i++)
-                whole[i] = (int8_t)((whole[i] ^ 2) - 2);
-            message += LENGTH / 4;
+            uint8_t fives[16] = {0};
+            memcpy(fives, message, FIVES);
+            for (int k = 0; k < 5; k++)
+                for (int i = 0; i < 16; i++) { /* the last three are overwritten by the next k */
+                    const uint16_t digit = 3 * fives[i];
+                    whole[FIVES * k + i] = (digit >> 8) - 1;
+                    fives[i] = digit;
+                }
+            message += FIVES;
         }
+        const float scale = from_bf16(scales[block]);
         if (present == LENGTH)
-            combine(values, whole, scales[block], LENGTH, how);
+            combine(values, whole, scale, LENGTH, how);
         else
-            combine(values, whole, scales[block], present, how);
+            combine(values, whole, scale, present, how);
     }
 }
 
 FOR_EACH_PROCESSOR
 void encode_bf16(const uint32_t *values, int64_t size, uint16_t *message)
 {
-    for (int64_t i = 0; i < size; i++) {
-        const uint32_t number = values[i];
-        const uint32_t rounded = (number + 0x7fff + (number >> 16 & 1)) >> 16;
-        /* NaN is special, because the carry would turn some into numbers */
-        message[i] = (number & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;
-    }
+    for (int64_t i = 0; i < size; i++)
+        message[i] = to_bf16(values[i]);
 }
 
 FOR_EACH_PROCESSOR
 void decode_bf16(const uint16_t *message, int64_t size, int how, float *values)
 {
     for (int64_t i = 0; i < size; i++) {
-        const uint32_t number = (uint32_t)message[i] << 16;
-        float value;
-        memcpy(&value, &number, sizeof value);
+        const float value = from_bf16(message[i]);
         values[i] = how == ADD ? values[i] + value : value;
     }
 }

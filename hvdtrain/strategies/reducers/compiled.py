@@ -71,10 +71,10 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     """Declare the parameters, so that arrays of other types or with gaps are refused. The functions return nothing."""
     number, size = ctypes.c_int, ctypes.c_int64
     floats, halves, message = (
-        np.ctypeslib.ndpointer(dtype, flags="C_CONTIGUOUS") for dtype in (np.float32, np.uint16, np.uint8)
+        np.ctypeslib.ndpointer(dtype, flags="C_CONTIGUOUS") for dtype in (np.float32, np.uint16, np.int8)
     )
-    library.encode_integers.argtypes = (floats, size, size, number, message, message)
-    library.decode_integers.argtypes = (message, message, size, number, number, floats)
+    library.encode_integers.argtypes = (floats, size, size, number, halves, message)
+    library.decode_integers.argtypes = (halves, message, size, number, number, floats)
     library.encode_bf16.argtypes = (floats, size, halves)
     library.decode_bf16.argtypes = (halves, size, number, floats)
     library.add_products.argtypes = (floats, floats, size, size, size, floats)

@@ -1,8 +1,8 @@
 """Sums rounded to integers of 8, 4 or 2 bits. The rounding error is known, so it can be sent later.
 
 The vector is divided into blocks of 64 numbers, and each of h hosts owns the same number of consecutive blocks. A block
-is sent as a float32 scale, 1/127 of its largest magnitude (4 bits: 1/7, 2 bits: all of it), and each of its numbers as
-the nearest multiple of the scale. There are two phases:
+is sent as a bfloat16 scale, 1/127 of its largest magnitude (4 bits: 1/7, 2 bits: all of it), and each of its numbers as
+the nearest multiple of the scale. "2 bits" have three values, of which a byte holds five. There are two phases:
 
     1. Each host sends every other owner its rounded numbers of that owner's blocks.
     2. The owner adds these to its own numbers, which are not rounded, rounds the sum, and sends it to all.
@@ -10,9 +10,10 @@ the nearest multiple of the scale. There are two phases:
 So each host knows which part of its numbers the sum includes: for other owners' blocks, what it sent; for its own
 blocks, the sum minus what the others sent, which includes the error of phase 2. These parts add up to the sum over
 hosts, so error feedback loses nothing: int8, int4 and int2 add the rest to the next vector. After a resume on other
-ranks, rank 0 gets the sum of all rests. Each host sends 2(h-1) messages of 68 bytes per block (4 bits: 36, 2 bits: 20).
+ranks, rank 0 gets the sum of all rests. Each host sends 2(h-1) messages of 66 bytes per block (4 bits: 34, 2 bits: 15).
 
-A block whose largest magnitude is below 1.5e-36 counts as 0. A block with NaN or infinity arrives as NaN.
+A block whose largest magnitude is below 1.5e-36 counts as 0. A block with NaN or infinity (2 bits: with a magnitude
+above 3.39e38) arrives as NaN.
 
 Tang et al., "DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated compression", 2019
 (arXiv:1905.05957).
@@ -22,7 +23,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,12 +34,14 @@ from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.strategies.cost import Cost, Phase, Shape, all_reduce, elements, two_phases
 from hvdtrain.strategies.reducers import compiled
 from hvdtrain.strategies.reducers.base import Reducer
+from hvdtrain.strategies.reducers.bfloat16 import from_bf16, to_bf16
 from hvdtrain.strategies.reducers.compiled import ADD, SET, SUBTRACT
 
 LENGTH = 64
 """Numbers in a block"""
-AT_ONCE = 512
-"""Blocks converted at a time, so that intermediate arrays stay in the processor's cache"""
+SCALE_BYTES, FIVES = 2, 13
+INTEGER_BYTES = {8: LENGTH, 4: LENGTH // 2, 2: FIVES}
+"""Bytes of a block by bits"""
 TINY = 1.5e-36
 """1/127 of this is still a normal float32"""
 
@@ -101,26 +103,24 @@ def encode(values: Array, blocks: int, bits: int) -> Array:
     """
     xp = array_namespace(values)
     message = empty(message_bytes(blocks, bits), values, "uint8")
+    scales, numbers = message_parts(message, blocks)
     if is_numpy(values) and (c := compiled.loops()):
-        scales, numbers = message[: 4 * blocks], message[4 * blocks :]
         c.encode_integers(values, len(values), blocks, bits, scales, numbers)
         return message
     if len(values) < LENGTH * blocks:
         values = xp.concat([values, xp.zeros_like(empty(LENGTH * blocks - len(values), values))])
-    scales, numbers = message_parts(message, blocks)
     whole = xp.reshape(values, (blocks, LENGTH))
-    for some in _pieces(values, blocks):
-        largest = xp.max(xp.abs(whole[some]), axis=1)
-        largest[largest < TINY] = 0
-        top = xp.full_like(largest, 2 ** (bits - 1) - 1)  # a GPU would multiply by the reciprocal of one number
-        scales[some] = largest / top
-        largest[largest == 0] = xp.inf
-        scaled = whole[some] * (top / largest)[:, None]
-        integers = xp.astype(xp.round(scaled, out=scaled), xp.int8)
-        if bits < 8:
-            parts = [(integers[:, first :: 8 // bits] & 2**bits - 1) << bits * first for first in range(8 // bits)]
-            integers = functools.reduce(operator.or_, parts)
-        numbers[some] = integers
+    largest = xp.max(xp.abs(whole), axis=1)
+    largest[largest < TINY] = 0
+    top = xp.full_like(largest, 2 ** (bits - 1) - 1)  # a GPU would multiply by the reciprocal of one number
+    scales[:] = to_bf16(largest / top)
+    scale = from_bf16(scales)
+    scale[scale == 0] = xp.inf
+    scaled = whole * (xp.ones_like(scale) / scale)[:, None]
+    integers = xp.astype(xp.round(scaled, out=scaled), xp.int8)
+    if bits == 4:
+        integers = integers[:, ::2] & 15 | integers[:, 1::2] << 4
+    numbers[:] = _packed(integers) if bits == 2 else integers
     return message
 
 
@@ -128,48 +128,56 @@ def encode(values: Array, blocks: int, bits: int) -> Array:
 def decode(message: Array, into: Array, bits: int, how: int = SET) -> None:
     """Decode the first numbers of a message into a flat array: set, add or subtract them, each rounded before.
 
-    The message may end with the last of these numbers. Raises RuntimeError if it is shorter.
+    Raises RuntimeError if the message has fewer numbers.
     """
     xp, size = array_namespace(into), len(into)
-    blocks = -(-len(message) // message_bytes(1, bits))
-    if size > LENGTH * blocks or len(message) < 4 * blocks + -(-size * bits // 8):
+    blocks = len(message) // message_bytes(1, bits)
+    if size > LENGTH * blocks or len(message) != message_bytes(blocks, bits):
         raise RuntimeError(f"a message of {len(message)} bytes has fewer than {size} numbers of {bits} bits")
+    scales, integers = message_parts(message, blocks)
     if is_numpy(into) and (c := compiled.loops()):
-        scales, numbers = message[: 4 * blocks], message[4 * blocks :]
-        c.decode_integers(scales, numbers, size, bits, how, into)
+        c.decode_integers(scales, integers, size, bits, how, into)
         return
-    if missing := message_bytes(blocks, bits) - len(message):
-        message = xp.concat([message, xp.zeros_like(empty(missing, message, "uint8"))])
-    scales, numbers = message_parts(message, blocks)
-    for some in _pieces(into, blocks):
-        integers = numbers[some]
-        if bits < 8:
-            parts = [integers << 8 - end >> 8 - bits for end in range(bits, 9, bits)]
-            integers = xp.reshape(xp.stack(parts, axis=2), (-1, LENGTH))
-        target = into[LENGTH * some.start : LENGTH * some.stop]
-        terms = xp.reshape(integers * scales[some, None], (-1,))[: len(target)]
-        if how == SET:
-            target[:] = terms
-        elif how == ADD:
-            target += terms
-        else:
-            target -= terms
+    if bits == 4:
+        integers = xp.stack([integers << 4 >> 4, integers >> 4], axis=2)
+    elif bits == 2:
+        integers = _unpacked(integers)
+    terms = xp.reshape(xp.reshape(integers, (-1, LENGTH)) * from_bf16(scales)[:, None], (-1,))[:size]
+    if how == SET:
+        into[:] = terms
+    elif how == ADD:
+        into += terms
+    else:
+        into -= terms
 
 
-def _pieces(values: Array, blocks: int) -> list[slice]:
-    """The blocks that are converted at a time."""
-    at_once = AT_ONCE if is_numpy(values) else max(blocks, 1)
-    return [slice(begin, min(begin + at_once, blocks)) for begin in range(0, blocks, at_once)]
+def _packed(integers: Array) -> Array:
+    """Five numbers of -1, 0 or 1 in a byte: the digits in base 3 of a fraction, which is rounded up to 1/256."""
+    xp = array_namespace(integers)
+    digits = xp.reshape(xp.concat([integers, xp.zeros_like(integers[:, :1])], axis=1), (-1, 5, FIVES))
+    five = functools.reduce(lambda value, digit: 3 * value + digit, [digits[:, place] for place in range(5)])
+    value = xp.astype(five, xp.int16) + 121
+    return xp.astype(value + (55 * value + 1008 >> 10), xp.uint8).view(xp.int8)  # 256/243, nearly
+
+
+def _unpacked(integers: Array) -> Array:
+    xp, digits = array_namespace(integers), list[Array]()
+    left = xp.astype(integers, xp.int16) & 255
+    for _ in range(5):  # the next digit is the part of three times a fraction that is whole
+        left = 3 * left
+        digits.append(xp.astype((left >> 8) - 1, xp.int8))
+        left &= 255
+    return xp.concat(digits, axis=1)[:, :LENGTH]
 
 
 def message_bytes(blocks: int, bits: int) -> int:
-    return blocks * (4 + LENGTH * bits // 8)
+    return blocks * (SCALE_BYTES + INTEGER_BYTES[bits])
 
 
 def message_parts(message: Array, blocks: int) -> tuple[Array, Array]:
-    """Return views of a message: n float32 scales, and integers as int8 of shape (n, bytes of a block)."""
-    xp = array_namespace(message)
-    return message[: 4 * blocks].view(xp.float32), message[4 * blocks :].view(xp.int8).reshape(blocks, -1)
+    """Return views of a message: n bfloat16 scales as uint16, and integers as int8 of shape (n, bytes of a block)."""
+    xp, scales = array_namespace(message), SCALE_BYTES * blocks
+    return message[:scales].view(xp.uint16), message[scales:].view(xp.int8).reshape(blocks, -1 if blocks else 1)
 
 
 class Int8(Reducer):
@@ -202,12 +210,12 @@ class Int8(Reducer):
 
 
 class Int4(Int8):
-    """All numbers in 4 bits, a seventh of the bytes."""
+    """All numbers in 4 bits, 1/7.5 of the bytes."""
 
     bits = 4
 
 
 class Int2(Int8):
-    """All numbers in 2 bits, a thirteenth of the bytes: 0, or plus or minus the largest magnitude of the block."""
+    """A seventeenth of the bytes: each number is 0, or plus or minus the largest magnitude of its block."""
 
     bits = 2

@@ -91,8 +91,8 @@ def test_compiled_and_numpy_give_the_same_bits(size: int, bits: int, bad: float,
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_multiples_of_the_scale_are_exact(bits: int) -> None:
     top = 2 ** (bits - 1) - 1
-    inputs = np.zeros((3, 1000), np.float32)
-    inputs[1] = np.random.default_rng(0).integers(-top, top + 1, 1000) * 0.25
+    inputs = np.zeros((3, 20_000), np.float32)  # with all 243 contents of a byte of five numbers
+    inputs[1] = np.random.default_rng(0).integers(-top, top + 1, 20_000) * 0.25
     inputs[1, ::64] = top * 0.25
     out, own, _ = totals(inputs, bits)
     assert np.array_equal(out, inputs[1])

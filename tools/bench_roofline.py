@@ -40,9 +40,8 @@ from hvdtrain.system.rates import parse_rate
 
 HOSTS, ONE = "abcd", "one host"
 RIVALS = ["ddp", "fp16", *(f"accumulate:{k}{hook}" for hook in ("", "+fp16") for k in (2, 4, 8))]
-RIVALS += [f"powersgd:{rank}" for rank in (1, 2, 4, 8)]
 RIVALS += [f"{how}:{every}" for how in ("postlocal", "accelerate", "diloco") for every in (2, 4, 8, 16, 32, 64)]
-RIVALS += ["diloco:8/1", "diloco:16/2", "diloco:32/5", "diloco:64/12"]
+RIVALS += ["diloco:8/1", "diloco:16/2", "diloco:32/5", "diloco:64/12", *(f"powersgd:{rank}" for rank in (1, 2, 4, 8))]
 OURS = {
     "hvdtrain balanced": "int4",
     "hvdtrain every=1": "local-sgd:every=1,staleness=1,lr_scaling=sqrt+int2",
@@ -239,8 +238,9 @@ def main(arguments: list[str]) -> int:
     options = top.parse_args(arguments)
     if options.short:
         options.rates, options.seeds, options.only = ["100mbit"], [3], ["accumulate:4", "hvdtrain balanced"]
-    if not (chosen := [name for each in options.only for name in fnmatch.filter([*RIVALS, *OURS], each)]):
-        top.error(f"--only: no such method; hint: choose from {', '.join([*RIVALS, *OURS])}")
+    named = [*RIVALS, *OURS]
+    if not (chosen := [name for each in options.only for name in fnmatch.filter(named, each)]):
+        top.error(f"--only: no such method; hint: choose from {', '.join(named)}")
     options.methods = ["ddp", *(each for each in dict.fromkeys(chosen) if each != "ddp")]
     options.start = options.start or options.out / "start.pt"
     written = options.out / "records.jsonl"

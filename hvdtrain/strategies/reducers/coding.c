@@ -36,6 +36,7 @@ void encode_integers(const float *values, int64_t size, int64_t blocks, int bits
 {
     const float top = (1 << (bits - 1)) - 1;
     float last[LENGTH] = {0};
+    int8_t whole[LENGTH + 4] = {0};
     for (int64_t block = 0; block < blocks; block++, values += LENGTH, size -= LENGTH) {
         const float *some = values;
         if (size < LENGTH) {
@@ -45,7 +46,6 @@ void encode_integers(const float *values, int64_t size, int64_t blocks, int bits
             some = last;
         }
         int32_t pattern[LENGTH], most = 0;
-        int8_t whole[LENGTH + 4] = {0};
         memcpy(pattern, some, sizeof pattern);
         for (int i = 0; i < LENGTH; i++) { /* as integers, magnitudes are in order, infinity and NaN last */
             const int32_t magnitude = pattern[i] & 0x7fffffff;
@@ -55,7 +55,7 @@ void encode_integers(const float *values, int64_t size, int64_t blocks, int bits
         memcpy(&largest, &most, sizeof largest);
         if (largest < TINY)
             largest = 0;
-        const float exact = largest / top;
+        const float exact = largest * (1 / top);
         memcpy(&most, &exact, sizeof most);
         scales[block] = to_bf16(most);
         const float scale = from_bf16(scales[block]), factor = scale == 0 ? 0 : 1 / scale;
@@ -69,13 +69,15 @@ void encode_integers(const float *values, int64_t size, int64_t blocks, int bits
                 message[i] = (whole[2 * i] & 15) | (uint8_t)(whole[2 * i + 1] << 4);
             message += LENGTH / 2;
         } else {
-            uint8_t fives[16]; /* the last three are not used, but 16 vectorize */
+            /* Byte i holds the numbers i, i + 13 ... as the first five digits in base 3 of byte / 256. The last three of
+               16 bytes are not used, but 16 vectorize. */
+            uint8_t fives[16];
             for (int i = 0; i < 16; i++) {
                 int8_t five = whole[i];
                 for (int k = 1; k < 5; k++)
                     five = 3 * five + whole[FIVES * k + i];
                 const uint16_t value = five + 121;
-                fives[i] = value + ((55 * value + 1008) >> 10);
+                fives[i] = value + ((55 * value + 1008) >> 10); /* value / 243, nearly, and never less */
             }
             memcpy(message, fives, FIVES);
             message += FIVES;

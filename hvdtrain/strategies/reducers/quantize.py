@@ -41,7 +41,7 @@ LENGTH = 64
 """Numbers in a block"""
 SCALE_BYTES, FIVES = 2, 13
 INTEGER_BYTES = {8: LENGTH, 4: LENGTH // 2, 2: FIVES}
-"""Bytes of a block by bits"""
+"""Bytes of a block's integers, by bits"""
 TINY = 1.5e-36
 """1/127 of this is still a normal float32"""
 
@@ -112,8 +112,7 @@ def encode(values: Array, blocks: int, bits: int) -> Array:
     whole = xp.reshape(values, (blocks, LENGTH))
     largest = xp.max(xp.abs(whole), axis=1)
     largest[largest < TINY] = 0
-    top = xp.full_like(largest, 2 ** (bits - 1) - 1)  # a GPU would multiply by the reciprocal of one number
-    scales[:] = to_bf16(largest / top)
+    scales[:] = to_bf16(largest * (1 / (2 ** (bits - 1) - 1)))
     scale = from_bf16(scales)
     scale[scale == 0] = xp.inf
     scaled = whole * (xp.ones_like(scale) / scale)[:, None]
@@ -152,18 +151,19 @@ def decode(message: Array, into: Array, bits: int, how: int = SET) -> None:
 
 
 def _packed(integers: Array) -> Array:
-    """Five numbers of -1, 0 or 1 in a byte: the digits in base 3 of a fraction, which is rounded up to 1/256."""
+    """Put five numbers of -1, 0 or 1, as digits 0, 1 and 2, into a byte: the first digits in base 3 of byte / 256."""
     xp = array_namespace(integers)
     digits = xp.reshape(xp.concat([integers, xp.zeros_like(integers[:, :1])], axis=1), (-1, 5, FIVES))
     five = functools.reduce(lambda value, digit: 3 * value + digit, [digits[:, place] for place in range(5)])
     value = xp.astype(five, xp.int16) + 121
-    return xp.astype(value + (55 * value + 1008 >> 10), xp.uint8).view(xp.int8)  # 256/243, nearly
+    return xp.astype(value + (55 * value + 1008 >> 10), xp.uint8).view(xp.int8)  # as in coding.c
 
 
 def _unpacked(integers: Array) -> Array:
+    """Return the numbers that `_packed` has put into each byte."""
     xp, digits = array_namespace(integers), list[Array]()
     left = xp.astype(integers, xp.int16) & 255
-    for _ in range(5):  # the next digit is the part of three times a fraction that is whole
+    for _ in range(5):  # the integer part of 3 * byte / 256 is the next digit
         left = 3 * left
         digits.append(xp.astype((left >> 8) - 1, xp.int8))
         left &= 255

@@ -101,7 +101,7 @@ def rule(strategy: str | None = None) -> Rule | None:
 def wanted(strategy: str | None = None, *, chooses: bool = False) -> Spec | None:
     """The exchange that `strategy`, or else HVDTRAIN_STRATEGY, asks for; None for Horovod's own.
 
-    `chooses`: whether the caller can choose later, so that `auto` exchanges exactly until then. `hvdtrain plan` runs
+    `chooses`: whether the caller can choose later; until then, `auto` gets the default reducer. `hvdtrain plan` runs
     one process, for which all strategies are alike.
 
     Raises Failure (78) if the strategy is unknown, or scripts cannot use it.

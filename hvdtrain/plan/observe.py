@@ -97,7 +97,7 @@ class Profiler(profiled.Observer):
             kept = profiled.measured(job, model, sizes, self._names, profile.STEPS_S, profile.CODING_S)
             self._keep(kept, key)
         elif missing := [name for name in self._names if name not in kept.coding_s]:
-            kept = profile.with_coding(kept, coding.measure(missing, kept.shapes, profile.CODING_S, job.threads))
+            kept = profile.with_coding(kept, coding.measure(missing, kept.shapes, profile.CODING_S))
             self._keep(kept, key)
         settings = profiled.pilot_key(job)
         grows = global_batch(config, 1) != global_batch(config, 2)
@@ -142,7 +142,7 @@ class Profiler(profiled.Observer):
         batch = made.points[0].batch
         config = self._with_batch(TrainConfig(framework=script.framework, batch_size=batch))  # type: ignore[arg-type]
         self._end(
-            profile.with_coding(made, coding.measure(self._names, made.shapes, profile.CODING_S, made.threads)),
+            profile.with_coding(made, coding.measure(self._names, made.shapes, profile.CODING_S)),
             config,
             f"profiled in {script.steps.timed} steps of {made.workload} with its {batch} samples per rank; "
             f"{profile.ASSUMED_FIXED}",

@@ -146,7 +146,7 @@ class Attached(Measuring):
 
     def _use(self, exchange: Spec, sparse: set[str]) -> None:
         """Once `auto` has chosen a reducer, DistributedDataParallel takes over, so that clipping sees the mean."""
-        has_chosen = "_strategy" in self.__dict__ and not exchange.capabilities.local_updates
+        has_chosen = "_strategy" in self.__dict__ and self._steps is None and not exchange.capabilities.local_updates
         if not has_chosen or not all(isinstance(model, DistributedDataParallel) for model in self._targets):
             super()._use(exchange, sparse)
             return

@@ -1,6 +1,7 @@
 """An optimizer that times its own steps: for `hvdtrain plan` of a script, and for `strategy="auto"`.
 
-The steps that are timed exchange exactly (`hierarchical`), so training loses nothing by them.
+What is timed are computations and updates, not exchanges. So `auto` exchanges by the smallest sums that it may choose:
+at 10 Mbit/s some exact sums would take longer than many steps afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hvdtrain.plan.choice import Chosen
 from hvdtrain.plan.prediction import EXACT_REDUCER, reducers
 from hvdtrain.plan.profile import Profile
 from hvdtrain.plan.steps import Script, Steps
-from hvdtrain.strategies import Spec, automatic, parse, presets
+from hvdtrain.strategies import Layout, Spec, automatic, parse, presets
 from hvdtrain.strategies.algorithms.synchronous import buckets
 from hvdtrain.strategies.automatic import Rule
 from hvdtrain.system import exits
@@ -41,7 +42,7 @@ PLAN_STEPS, AUTO_STEPS = 20, 12
 
 
 class Measuring(Exchanging):
-    """Exchanges exactly until enough steps have been timed.
+    """Times its steps until there are enough.
 
     Then all ranks choose a strategy together, and the optimizer continues with it; under `hvdtrain plan`, the observer
     ends the script.
@@ -65,8 +66,9 @@ class Measuring(Exchanging):
         elif self._world.hosts_count == 1:
             self._choose(Chosen(EXACT_REDUCER, "one host: nothing is sent over the network"))
         else:
-            self._exchange_name = automatic.NAME
             self._steps = Steps(AUTO_STEPS, profiled.AUTO_STEPS_S, wait)
+            self._use(self._smallest(), set())
+            self._exchange_name = automatic.NAME
             record.choosing(True)
 
     def step(self, closure: Any = None) -> Any:
@@ -106,11 +108,18 @@ class Measuring(Exchanging):
         exchanges = choice.candidates(self._rule, TrainConfig(framework="torch", optimizer=presets.family(type(self))))
         return [each for each in exchanges if not conflict(each, op=self._op, compressed=False, all_ranks=True)]
 
+    def _smallest(self) -> Spec:
+        """Return the candidate that sends the fewest bytes in each step, of those that sum gradients."""
+        shapes = [tuple(weight.shape) for weight in self._named.values()]
+        layout = Layout(ranks=self._world.size, hosts=self._world.hosts_count)
+        sums = [each for each in self._candidates() if not each.capabilities.local_updates]
+        return min(sums, key=lambda each: each.cost(shapes, layout).sent_bytes)
+
     def _chosen(self) -> Chosen:
         """Return the strategy that is predicted to be fastest, equal on all ranks. Collective."""
         own, exchanges = self._profile(), self._candidates()
         names = reducers(exchanges) if self._world.local_rank == 0 else []
-        coding_s = coding.measure(names, own.shapes, profiled.AUTO_CODING_S, own.threads)
+        coding_s = coding.measure(names, own.shapes, profiled.AUTO_CODING_S)
         if not self._world.links:
             self._world.measure_links()
         return choice.choose(profile.with_coding(own, coding_s), self._world, exchanges, self._world.size)

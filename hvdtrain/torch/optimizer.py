@@ -41,7 +41,7 @@ def DistributedOptimizer(
     """Return an optimizer of the same class that exchanges gradients between ranks. Collective.
 
     The arguments are Horovod's, and `strategy`, a --strategy string. It defaults to HVDTRAIN_STRATEGY or, if that is
-    not set, to Horovod's own exchange. `auto` exchanges exactly for some steps and then chooses; see
+    not set, to Horovod's own exchange. `auto` times some steps and then chooses; see
     `automatic.Measuring`. With a strategy, `groups` and `backward_passes_per_step` have no effect:
     a step exchanges all gradients that have been accumulated.
 

@@ -135,7 +135,7 @@ def measured(
         averaging_s=averaging_s,
         waking_s=waking.late_s,
         ready=ready,
-        coding_s=coding.measure(names, shapes, coding_s, job.threads),
+        coding_s=coding.measure(names, shapes, coding_s),
         peak_rss_bytes=profile.peak_rss_bytes(),
     )
 

@@ -70,7 +70,7 @@ def exact_sums_stay() -> None:
 
 
 def equals_naming_the_strategy(rule: str) -> str:
-    """Training is exact until the choice; from then on it equals the chosen strategy. A resumed run keeps it."""
+    """Until the choice, training equals the smallest sums; then it equals the choice. A resumed run keeps it."""
     net = model()
     optimizer = wrapped(net, rule)
     assert train(net, optimizer, range(2)) is None
@@ -82,10 +82,10 @@ def equals_naming_the_strategy(rule: str) -> str:
     assert len(set(hvd.allgather_object((chosen, chosen_at)))) == 1, "the ranks chose differently"
 
     named = model()
-    exact = wrapped(named, "hierarchical")
-    train(named, exact, range(chosen_at))
+    smallest = wrapped(named, "powersgd:rank=4")
+    train(named, smallest, range(chosen_at))
     rest = wrapped(named, chosen)
-    rest.load_state_dict(without_exchange(exact.state_dict()))
+    rest.load_state_dict(without_exchange(smallest.state_dict()))
     train(named, rest, range(chosen_at, STEPS))
     assert np.array_equal(flat(net), flat(named)), f"{rule} differs from {chosen}, named from step {chosen_at}"
 

@@ -63,7 +63,37 @@ def rows_of(text):
     return text[:training].unfold(0, CONTEXT + 1, 1), rows[torch.linspace(0, len(rows) - 1, HELD_OUT).long()]
 
 
-def diloco(model, optimizer, every, delay):
+class Task:
+    """What is trained, on what, and by which optimizer. examples/fashion_resnet.py has another."""
+
+    clip = 1.0
+    """Largest norm of the gradients"""
+
+    def __init__(self, options):
+        torch.manual_seed(0)
+        self.model = GPT()
+        self.training, self.held_out = rows_of(options.text.read_bytes() if options.text else bible())
+
+    def optimizer(self, lr):
+        return torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.98), fused=True)
+
+    def parts(self):
+        rest = [self.model.bytes, self.model.places, self.model.layers.norm, self.model.head]
+        return [*self.model.layers.layers, torch.nn.ModuleList(rest)]
+
+    def batch(self, size, random):
+        return self.training[torch.randint(len(self.training), (size,), generator=random)]
+
+    def loss(self, model, rows):
+        return model(rows)
+
+    def held_out_loss(self, model, rank, ranks):
+        """This rank's part of it."""
+        rows = self.held_out[rank::ranks]
+        return model(rows) * len(rows) / len(self.held_out)
+
+
+def diloco(model, parts, optimizer, every, delay):
     """torchft's DiLoCo with a tuned outer step, which averages in hooks of the optimizer. Each rank is a replica group.
 
     Returns all servers and clients: if one is garbage-collected, the other ranks wait for it.
@@ -91,10 +121,6 @@ def diloco(model, optimizer, every, delay):
         lighthouse_addr=address[0],
         init_sync=False,
     )
-    parts = [model]
-    if delay:
-        rest = [model.bytes, model.places, model.layers.norm, model.head]
-        parts = [*model.layers.layers, torch.nn.ModuleList(rest)]
     lr = 0.7 if every < 16 else 0.9
     outer = [torch.optim.SGD(each.parameters(), lr=lr, momentum=0.6, nesterov=True) for each in parts]
     averager = DiLoCo(manager, parts, optimizer, outer, every, fragment_sync_delay=delay)
@@ -106,8 +132,14 @@ def sent_bytes():
     return sum(int(words[9]) for words in lines if words[0] != "lo:")
 
 
-def main():
-    parser = argparse.ArgumentParser()
+def main(task=Task, about=None):
+    train(task, about)
+    # Here DDP is gone. Its destructor, if it were the last to hold the group, could deadlock with a thread of Gloo.
+    dist.destroy_process_group()
+
+
+def train(task, about):
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--method", default="ddp")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=1)
@@ -127,17 +159,16 @@ def main():
     if missing := [path for path in (options.text, options.start) if path and not path.is_file()]:
         parser.error(f"{missing[0]}: no such file")
     every = int(how.get("accumulate", 1))
-    torch.manual_seed(0)
-    model = GPT()
+    task = task(options)
+    model = task.model
     if options.start:
         model.load_state_dict(torch.load(options.start))
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    training, held_out = rows_of(options.text.read_bytes() if options.text else bible())
     batches = torch.Generator().manual_seed(1_000 * options.seed + rank)
     evaluated, parameters = copy.deepcopy(model), [*model.parameters()]
     recent, updates = [each.detach().clone() for each in parameters], 0
-    optimizer = torch.optim.AdamW(parameters, lr=options.lr, betas=(0.9, 0.98), fused=True)
+    optimizer = task.optimizer(options.lr)
     ddp, no_sync, averager = model, contextlib.nullcontext, None
     if "accelerate" in how:
         from accelerate import Accelerator
@@ -147,7 +178,8 @@ def main():
         ddp, optimizer = accelerator.prepare(model, optimizer)
         averager = LocalSGD(accelerator, ddp, int(how["accelerate"])).__enter__()
     elif "diloco" in how:
-        averager = diloco(model, optimizer, *map(int, f"{how['diloco']}/0".split("/")[:2]))
+        every_, delay = map(int, f"{how['diloco']}/0".split("/")[:2])
+        averager = diloco(model, task.parts() if delay else [model], optimizer, every_, delay)
     elif ranks > 1:
         # With several buckets the all-reduces of the PowerSGD hook on Gloo can meet in another order on each rank.
         ddp = DistributedDataParallel(model, bucket_cap_mb=100 if "powersgd" in how else None)
@@ -155,7 +187,7 @@ def main():
     if "fp16" in how:
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     if "powersgd" in how:
-        state = powerSGD_hook.PowerSGDState(None, int(how["powersgd"]), start_powerSGD_iter=options.warm_up)
+        state = powerSGD_hook.PowerSGDState(None, int(how["powersgd"]), start_powerSGD_iter=2)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     if "postlocal" in how:
         alone = dist.new_subgroups(group_size=1)[0]
@@ -169,19 +201,18 @@ def main():
         mean = parameters_to_vector(recent)
         dist.all_reduce(mean)
         vector_to_parameters(mean / ranks, evaluated.parameters())
-        loss = evaluated(held_out[rank::ranks]) * len(held_out[rank::ranks]) / len(held_out)
-        dist.all_reduce(loss)
+        dist.all_reduce(loss := task.held_out_loss(evaluated, rank, ranks))
         return loss.item()
 
     curve, seconds, sent, began = [], [0.0], 0, time.perf_counter()
     for step in range(1, options.steps + 1):
         lr = options.lr * min(step / options.warm_up, 1 - options.decay * step / options.steps)
         optimizer.param_groups[0]["lr"] = lr
-        rows = training[torch.randint(len(training), (options.batch,), generator=batches)]
+        rows = task.batch(options.batch, batches)
         with no_sync() if step % every else contextlib.nullcontext():
-            (ddp(rows) / every).backward()
+            (task.loss(ddp, rows) / every).backward()
         if step % every == 0:
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            torch.nn.utils.clip_grad_norm_(parameters, task.clip)
             optimizer.step()
             if "accelerate" in how:
                 averager.step()
@@ -214,5 +245,3 @@ def main():
 
 if __name__ == "__main__":
     main()
-    # Here DDP is gone. Its destructor, if it were the last to hold the group, could deadlock with a thread of Gloo.
-    dist.destroy_process_group()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from conftest import ROOT, document, launch
 
+from hvdtrain.data import idx
 from hvdtrain.lab.topology import check_cluster_name
 
 SCRIPT = str(ROOT / "examples" / "byte_gpt.py")
@@ -21,10 +22,10 @@ BENCH = [sys.executable, str(ROOT / "tools" / "bench.py"), "roofline"]
 needs_text = pytest.mark.skipif(not shutil.which("bible"), reason="needs Debian's bible-kjv-text (apt-get install)")
 
 
-def trained(*words: str, launcher: str = "forks", strategy: str = "") -> dict[str, Any]:
+def trained(*words: str, launcher: str = "forks", strategy: str = "", script: str = SCRIPT) -> dict[str, Any]:
     ours = ["-m", "hvdtrain.ddp", "--strategy", strategy] if strategy else []
     extra = {"HVDTRAIN_RECORD": "0", "OMP_NUM_THREADS": "1"}
-    done = launch(2, ["-W", "ignore", *ours, SCRIPT, "--warm-up", "4", *words], launcher, extra)
+    done = launch(2, ["-W", "ignore", *ours, script, "--warm-up", "4", *words], launcher, extra)
     return dict(document(done))
 
 
@@ -57,6 +58,14 @@ def test_ranks_have_equal_weights_after_an_exchange_and_only_then(method: str) -
     assert (apart[1] > 1e-5) == (method != "powersgd:2")
 
 
+@pytest.mark.skipif(not idx.FASHION.is_dir(), reason="needs Debian's dataset-fashion-mnist (apt-get install)")
+@pytest.mark.slow
+def test_resnet_learns_the_same_with_exact_sums_and_with_ddp() -> None:
+    words, script = ["--steps", "4", "--evaluate", "4", "--lr", "0.03"], str(ROOT / "examples" / "fashion_resnet.py")
+    ddp, ours = (trained(*words, strategy=how, script=script)["curve"][0][1] for how in ("", "hierarchical"))
+    assert ours == pytest.approx(ddp, abs=0.005) and ddp < 0.85
+
+
 @needs_text
 @pytest.mark.slow
 def test_scaled_local_steps_equal_those_with_a_larger_learning_rate() -> None:
@@ -73,13 +82,13 @@ def test_a_missing_text_is_one_line() -> None:
 
 
 def test_a_kept_measurement_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that has not arrived is repeated only with more steps."""
+    """A run that has not arrived is repeated only with more steps. It also tells the steps to a target on its way."""
     monkeypatch.syspath_prepend(ROOT / "tools")
     import bench_roofline
 
     lines = [
-        {"kind": "quality", "method": "ddp", "target": 2.0, "seed": 1, "lr": lr, "most": 96, "steps": steps}
-        for lr, steps in ((4e-3, 40.0), (2e-3, None))
+        {"kind": "quality", "method": "ddp", "target": 1.5, "seed": 1, "lr": lr, "most": 96, "curve": curve}
+        for lr, curve in ((4e-3, [[32, 2.25, 3.0], [48, 1.75, 5.0]]), (2e-3, [[32, 2.25, 3.0], [96, 2.1, 9.0]]))
     ]
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     left = []
@@ -87,7 +96,8 @@ def test_a_kept_measurement_is_not_repeated(tmp_path: Path, monkeypatch: pytest.
         shown = subprocess.run([*BENCH, "--out", str(out), "--dry-run", "--json"], capture_output=True, check=True)
         left.append(json.loads(shown.stdout)["rows"][0]["runs"])
     assert left[0] - left[1] == 2
-    options = argparse.Namespace(records=lines, name="none", out=tmp_path, start="start.pt", text=None)
+    model = bench_roofline.MODELS["gpt"]
+    options = argparse.Namespace(records=lines, name="none", out=tmp_path, start=None, text=None, model=model)
     assert bench_roofline.arrived(options, "ddp", 2.0, 1, 4e-3, 1000) == 40
     assert bench_roofline.arrived(options, "ddp", 2.0, 1, 2e-3, 96) == float("inf")
     with pytest.raises(bench_roofline.Failure, match="ddp has failed"):  # it would train, but there is no such cluster
@@ -111,7 +121,8 @@ def test_the_speed_up_is_a_ratio_of_seconds_to_the_target(monkeypatch: pytest.Mo
     time = {"kind": "time", "parameters": 1000, "step_bytes": 100.0}
     one = [time | {"method": "one host", "rate": "10mbit", "first_s": 1.6, "step_s": step_s} for step_s in (0.08, 0.12)]
     four = time | {"method": "ddp", "rate": "10mbit", "first_s": 3.2, "step_s": 0.2}
-    options = argparse.Namespace(records=[*one, four], rates=["10mbit"], methods=["ddp"])
+    model = bench_roofline.MODELS["gpt"]
+    options = argparse.Namespace(records=[*one, four], rates=["10mbit"], methods=["ddp"], model=model)
     found = {"one host": (4e-3, {3: 400.0, 4: 600.0}), "ddp": (4e-3, {3: 100.0, 4: 100.0})}
     (row,) = bench_roofline.table(options, found)
     assert (row["least"], row["gain"], row["most"]) == pytest.approx((2.0, 2.5, 3.0))

@@ -2,8 +2,9 @@
 
     sudo make bench-roofline BENCH_ARGS='--short'
 
-Trains `examples/byte_gpt.py` on virtual hosts of half a core. Steps to the target do not depend on the rate of the
-links, nor seconds of a step on the seed, so both are measured alone and multiplied:
+Trains examples/byte_gpt.py, or with --model resnet examples/fashion_resnet.py, on virtual hosts of half a core. Steps
+to the target do not depend on the rate of the links, nor seconds of a step on the seed, so both are measured alone and
+multiplied:
 
   quality  steps, without a limit, to the held-out loss that one host reaches after --batches at its best learning rate.
            Each method searches its learning rate with seed 1, from --lrs outwards, and is judged by --seeds
@@ -30,7 +31,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench import ROOT, UNLIMITED, hosts_up, limit_s, listed, numbers, on_host, options_of, say, show, throttle
 
@@ -41,8 +42,9 @@ from hvdtrain.system.rates import parse_rate
 HOSTS, ONE = "abcd", "one host"
 RIVALS = ["ddp", "fp16", *(f"accumulate:{k}{hook}" for hook in ("", "+fp16") for k in (2, 4, 8))]
 RIVALS += [f"{how}:{every}" for how in ("postlocal", "accelerate", "diloco") for every in (2, 4, 8, 16, 32, 64)]
-RIVALS += ["diloco:8/1", "diloco:16/2", "diloco:32/5", "diloco:64/12", *(f"powersgd:{rank}" for rank in (1, 2, 4, 8))]
-OURS = {
+RIVALS += [f"diloco:{every}" for every in ("8/1", "16/2", "16/3", "32/5", "64/12")]
+RIVALS += [f"powersgd:{rank}" for rank in (1, 2, 4, 8)]
+OURS_GPT = {
     "hvdtrain balanced": "int4",
     "hvdtrain every=1": "local-sgd:every=1,staleness=1,lr_scaling=sqrt+int2",
     "hvdtrain every=2": "local-sgd:every=2,lr_scaling=sqrt+int2",
@@ -50,17 +52,42 @@ OURS = {
     "hvdtrain every=6": "local-sgd:every=6,staleness=1,parts=6,lr_scaling=sqrt,outer_lr=0.6,outer_momentum=0.6+int2",
     "hvdtrain every=16": "local-sgd:every=16,staleness=1,parts=8,outer_lr=0.8,outer_momentum=0.6+int2",
 }
+OURS_RESNET = {"hvdtrain rank=16": "powersgd:rank=16,bits=4", "hvdtrain int2": "int2"}
+OURS = OURS_GPT | OURS_RESNET
+
+
+class Model(NamedTuple):
+    script: str
+    ours: dict[str, str]
+    lrs: list[float]
+    batches: int
+    warm_up: int
+    """First steps, with a smaller learning rate"""
+    batch: int
+    """Of each host"""
+    evaluate: tuple[int, int]
+    """Steps between evaluations of one host, and of four"""
+
+
+MODELS = {
+    "gpt": Model("byte_gpt.py", OURS_GPT, [4e-3, 2e-3, 8e-3], 600, 16, 8, (32, 32)),
+    "resnet": Model("fashion_resnet.py", OURS_RESNET, [0.06, 0.03, 0.12], 320, 4, 64, (20, 10)),
+}
 PERIOD = r"(?:every=|accumulate:|postlocal:|accelerate:|diloco:)(\d+)"
-EVALUATE, WARM_UP, MOST_S = 32, 16, 1800
-"""Steps between evaluations; the script's first steps; seconds of a run"""
+MOST_S = 1800
+"""Seconds of a run"""
 Found = dict[str, tuple[float, dict[int, float]]]
 """By method, its learning rate and the steps of each seed"""
 
 
 def trained(options: Any, method: str, words: dict[str, object], host: str = "a") -> dict[str, Any]:
     """Run the script by a method on all hosts, or on one, and return the JSON object that it prints. Raises Failure."""
-    words = words | ({"text": options.text} if options.text else {})
-    script = [ROOT / "examples" / "byte_gpt.py", *(f"--{key}={value}" for key, value in words.items())]
+    files = {"text": options.text} if options.text else {}
+    if options.start and options.start.exists():
+        files["start"] = options.start
+    model, evaluate = options.model, options.model.evaluate[method != ONE]
+    words = {"batch": model.batch, "warm-up": model.warm_up, "evaluate": evaluate, **files, **words}
+    script = [ROOT / "examples" / model.script, *(f"--{key}={value}" for key, value in words.items())]
     ranks, by_hand = (host, []) if method == ONE else (HOSTS, [f"--method={method}"])
     shared = [f"WORLD_SIZE={len(ranks)}", f"MASTER_ADDR={ranks[0]}", f"MASTER_PORT={random.randrange(20_000, 30_000)}"]
     commands = [
@@ -113,12 +140,13 @@ def crossing(curve: Sequence[Sequence[float]], target: float) -> float | None:
 
 def run(options: Any, method: str, target: float, seed: int, lr: float, most: int) -> dict[str, Any]:
     """The record of a training to the target, or of one that has made `most` steps without reaching it."""
-    key = {"kind": "quality", "method": method, "target": target, "seed": seed, "lr": lr}
+    key = {"kind": "quality", "method": method, "seed": seed, "lr": lr}
     for found in kept(options, **key):
-        if found["steps"] or found["most"] >= most:
-            return found
-    words = {"lr": lr, "seed": seed, "steps": most, "evaluate": EVALUATE, "target": target}
-    curve = trained(options, method, words | {"start": options.start})["curve"]
+        steps = crossing([each[:2] for each in found["curve"]], target)
+        if found["target"] <= target and (steps or found["most"] >= most):
+            return found | {"steps": steps}
+    key["target"] = target
+    curve = trained(options, method, {"lr": lr, "seed": seed, "steps": most, "target": target})["curve"]
     return keep(options, **key, most=most, steps=crossing([each[:2] for each in curve], target), curve=curve)
 
 
@@ -140,10 +168,11 @@ def searched(lrs: Sequence[float], most: int, value: Callable[[float, int], floa
 
 def quality(options: Any) -> tuple[float, Found]:
     """The target, and what has arrived."""
-    if not options.start.exists():
+    if options.start and not options.start.exists():
         trained(options, ONE, {"steps": 400, "evaluate": 400, "save": options.start})
     most, found = options.batches, Found()
-    lr, target = searched(options.lrs, most, lambda lr, _: run(options, ONE, 0.0, 1, lr, most)["curve"][-1][1])
+    lr, least = searched(options.lrs, most, lambda lr, _: run(options, ONE, 0.0, 1, lr, most)["curve"][-1][1])
+    target = options.target or least
     found[ONE] = lr, {seed: arrived(options, ONE, target, seed, lr, 2 * most) for seed in options.seeds}
     for method in options.methods:
         try:
@@ -170,7 +199,8 @@ def times(options: Any) -> None:
         try:
             throttle(options.name, rate)
             with concurrent.futures.ThreadPoolExecutor(len(HOSTS)) as pool:  # one host is the mean of all, at work
-                train = functools.partial(trained, options, method, {"steps": WARM_UP + count})
+                words = {"steps": options.model.warm_up + count, "evaluate": 0}
+                train = functools.partial(trained, options, method, words)
                 runs = [*pool.map(train, HOSTS if method == ONE else HOSTS[0])]
             means = {name: statistics.mean(each[name] for each in runs) for name in runs[0] if name != "curve"}
             keep(options, kind="time", method=method, rate=rate, **means)
@@ -180,7 +210,9 @@ def times(options: Any) -> None:
 
 def seconds(options: Any, method: str, rate: str, steps: float) -> float:
     """To the target: the first steps, which some methods make with exact sums, and the others."""
-    return mean(options, method, rate, "first_s") + (steps - WARM_UP) * mean(options, method, rate, "step_s")
+    return mean(options, method, rate, "first_s") + (steps - options.model.warm_up) * mean(
+        options, method, rate, "step_s"
+    )
 
 
 def mean(options: Any, method: str, rate: str, name: str) -> float:
@@ -219,30 +251,41 @@ def check(options: Any, target: float, found: Found) -> list[dict[str, Any]]:
             expected = seconds(options, method, rate, statistics.mean(steps.values()))
             keep(options, kind="prediction", **key, expected_s=expected)
             throttle(options.name, rate)
-            words = {"lr": lr, "seed": seed, "steps": options.batches, "evaluate": EVALUATE, "target": target}
-            curve = trained(options, method, words | {"start": options.start})["curve"]
+            words = {"lr": lr, "seed": seed, "steps": options.batches, "target": target}
+            curve = trained(options, method, words)["curve"]
             made = crossing([[spent, loss] for _, loss, spent in curve], target)
             keep(options, kind="check", **key, expected_s=expected, made_s=made)
     return kept(options, kind="check")
 
 
 def main(arguments: list[str]) -> int:
-    rates, out = ["1gbit", "300mbit", "100mbit", "30mbit", "10mbit"], ROOT / "results" / "roofline"
-    top = options_of(__doc__, "roofline", rates=rates, batches=600, steps=40, rounds=1, check=0, only=["*"], out=out)
-    top.add_argument("--lrs", type=lambda text: [*map(float, text.split(","))], default=[4e-3, 2e-3, 8e-3])
+    rates = ["1gbit", "300mbit", "100mbit", "30mbit", "10mbit"]
+    top = options_of(__doc__, "roofline", rates=rates, steps=40, rounds=1, check=0, only=["*"])
+    top.add_argument("--model", choices=MODELS, default="gpt", help="(default: gpt)")
+    top.add_argument("--out", type=Path, help="(default: results/roofline, results/roofline-resnet)")
+    top.add_argument("--batches", type=int, help="of the one host whose loss is the target (default: 600, resnet 320)")
+    top.add_argument(
+        "--lrs",
+        type=lambda text: [*map(float, text.split(","))],
+        help="(default: 4e-3,2e-3,8e-3, resnet 0.06,0.03,0.12)",
+    )
+    top.add_argument("--target", type=float, help="held-out loss (default: the loss of one host after --batches)")
     top.add_argument("--seeds", type=numbers, default=[3, 4, 5], help="(default: 3,4,5)")
-    top.add_argument("--start", type=Path, help="weights to begin with (default: of 400 steps)")
+    top.add_argument("--start", type=Path, help="weights to begin with (default: of 400 steps, resnet new)")
     top.add_argument("--text", type=Path, help="a file to train on (default: the Bible)")
     top.add_argument("--short", action="store_true", help="one rate, three methods and one seed: about 15 minutes")
     top.add_argument("--dry-run", action="store_true", help="say how many runs are left")
     options = top.parse_args(arguments)
+    resnet, options.model = options.model == "resnet", MODELS[options.model]
     if options.short:
-        options.rates, options.seeds, options.only = ["100mbit"], [3], ["accumulate:4", "hvdtrain balanced"]
-    named = [*RIVALS, *OURS]
+        options.rates, options.seeds, options.only = ["100mbit"], [3], ["accumulate:4", next(iter(options.model.ours))]
+    named = [*RIVALS, *options.model.ours]
     if not (chosen := [name for each in options.only for name in fnmatch.filter(named, each)]):
         top.error(f"--only: no such method; hint: choose from {', '.join(named)}")
     options.methods = ["ddp", *(each for each in dict.fromkeys(chosen) if each != "ddp")]
-    options.start = options.start or options.out / "start.pt"
+    options.out = options.out or ROOT / "results" / ("roofline-resnet" if resnet else "roofline")
+    options.lrs, options.batches = options.lrs or options.model.lrs, options.batches or options.model.batches
+    options.start = options.start or (None if resnet else options.out / "start.pt")
     written = options.out / "records.jsonl"
     try:
         options.records = [json.loads(line) for line in written.read_text().splitlines()] if written.exists() else []

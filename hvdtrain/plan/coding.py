@@ -19,7 +19,7 @@ REPEATS = 6
 REDUCER_S = 1.5
 """Time after which a reducer is not measured again"""
 BUFFER_BYTES = 4 << 20
-"""By itself the buffer of a connection grows only with use"""
+"""Receive buffer. The default one grows only as it is used, over several messages"""
 RECORDED_NS = {"hierarchical": 0.4, "bf16": 0.8, "int8": 1.1, "int4": 1.0, "int2": 1.0, "powersgd": 0.2}
 """Processor time by which `work` multiplies, from `make bench-coding` (Xeon, one thread, compiled loops). powersgd is
 the value of rank 4, rank 24 takes 0.08"""
@@ -41,7 +41,7 @@ def recorded(names: Iterable[str], shapes: Sequence[Shape]) -> dict[str, float]:
 
 
 class Echo(TcpLeaderGroup):
-    """Two hosts, of which the other one sends back what it receives, so that one thread is both."""
+    """A group of two hosts in one thread: the other host echoes each message."""
 
     def __init__(self, there: socket.socket, back: socket.socket) -> None:
         self._there, self._back = Stream(there, 1), Stream(back, 1)

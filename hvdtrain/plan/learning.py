@@ -1,10 +1,10 @@
 """Recorded effects of strategies on learning, from docs/benchmarks. Seconds per step say nothing about them.
 
 Steps: steps to a target accuracy relative to exact sums or to one host with the same global batch, as an interval over
-seeds and tables (strategies.md, four-hosts.md). They were counted in whole evaluations, so a tenth either way is noise.
-Loss: how much lower the final accuracy was, in points (four-hosts.md, ten seeds; Muon: four). The records are of
-ResNet-34 at width 0.25 on small images, those with Adam of a small GPT (roofline.md, and an older measurement
-with another schedule): another model may learn differently. A strategy without a record is not chosen by `auto`.
+seeds and tables (strategies.md, four-hosts.md), counted in whole evaluations, so a tenth either way is noise; with Adam
+steps to a loss, interpolated (roofline.md, three seeds). Loss: how much lower the final accuracy was, in points
+(four-hosts.md, ten seeds; Muon: four). The records are of ResNet-34 at width 0.25 on small images, those with Adam of a
+small GPT: another model may learn differently. A strategy without a record is not chosen by `auto`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ RECORDED = {  # with SGD
 MUON = {name: each for name, each in RECORDED.items() if each.exact} | {
     "powersgd:rank=16,bits=4": Learning((1.0, 1.3), 0.36)  # averaging weights needs a quarter more steps
 }
+EVERY_6 = "local-sgd:every=6,outer_lr=0.6,outer_momentum=0.6,staleness=1,parts=6,lr_scaling=sqrt+int2"
 ADAM = {name: each for name, each in RECORDED.items() if each.exact} | {  # of a GPT, in loss instead of accuracy
-    **dict.fromkeys(("bf16", "int8", "int4"), Learning((1.0, 1.1))),  # int4: 1.01, and it rounds most coarsely
-    "powersgd:rank=16": Learning((1.1, 1.3)),  # 1.19
-    "local-sgd:every=2,lr_scaling=sqrt+int2": Learning((1.0, 1.1)),  # 1.01
-    "local-sgd:every=4,staleness=1,parts=4,lr_scaling=sqrt+int2": Learning((1.0, 1.2)),  # 1.12
-    "local-sgd:every=6,outer_lr=0.6,outer_momentum=0.6,staleness=1,parts=6,lr_scaling=sqrt+int2": Learning((1.1, 1.3)),
-    "local-sgd:every=16,outer_lr=0.8,outer_momentum=0.6,staleness=1,parts=8+int2": Learning((1.2, 1.5)),  # 1.39
+    **dict.fromkeys(("bf16", "int8", "int4"), Learning((1.0, 1.02))),  # int4's, which rounds most coarsely
+    "powersgd:rank=16": Learning((1.19, 1.2)),
+    "local-sgd:every=2,lr_scaling=sqrt+int2": Learning((1.0, 1.02)),
+    "local-sgd:every=4,staleness=1,parts=4,lr_scaling=sqrt+int2": Learning((1.1, 1.13)),
+    EVERY_6: Learning((1.16, 1.17)),
+    "local-sgd:every=16,outer_lr=0.8,outer_momentum=0.6,staleness=1,parts=8+int2": Learning((1.35, 1.42)),
 }
 ACCUMULATED = {2: (1.1, 1.2), 4: (1.5, 1.7), 8: (2.2, 2.9)}
 """Batches that a script accumulates: samples to a loss relative to exact sums, as an interval (small GPT with Adam)"""

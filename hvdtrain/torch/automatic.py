@@ -1,7 +1,7 @@
 """An optimizer that times its own steps: for `hvdtrain plan` of a script, and for `strategy="auto"`.
 
-What is timed are computations and updates, not exchanges. So `auto` exchanges by the smallest sums that it may choose:
-at 10 Mbit/s some exact sums would take longer than many steps afterwards.
+It times computations and updates, not exchanges. So `auto` exchanges by the smallest sums that it may choose: at 10
+Mbit/s some exact sums would take longer than many steps afterwards.
 """
 
 from __future__ import annotations

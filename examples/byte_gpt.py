@@ -178,8 +178,8 @@ def train(task, about):
         ddp, optimizer = accelerator.prepare(model, optimizer)
         averager = LocalSGD(accelerator, ddp, int(how["accelerate"])).__enter__()
     elif "diloco" in how:
-        every_, delay = map(int, f"{how['diloco']}/0".split("/")[:2])
-        averager = diloco(model, task.parts() if delay else [model], optimizer, every_, delay)
+        period, delay = map(int, f"{how['diloco']}/0".split("/")[:2])
+        averager = diloco(model, task.parts() if delay else [model], optimizer, period, delay)
     elif ranks > 1:
         # With several buckets the all-reduces of the PowerSGD hook on Gloo can meet in another order on each rank.
         ddp = DistributedDataParallel(model, bucket_cap_mb=100 if "powersgd" in how else None)
@@ -207,7 +207,7 @@ def train(task, about):
     curve, seconds, sent, began = [], [0.0], 0, time.perf_counter()
     for step in range(1, options.steps + 1):
         lr = options.lr * min(step / options.warm_up, 1 - options.decay * step / options.steps)
-        optimizer.param_groups[0]["lr"] = lr
+        optimizer.param_groups[0]["lr"] = lr  # Muon's second group, the vectors, has no warm-up
         rows = task.batch(options.batch, batches)
         with no_sync() if step % every else contextlib.nullcontext():
             (task.loss(ddp, rows) / every).backward()

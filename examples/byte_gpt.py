@@ -1,9 +1,9 @@
 """A byte GPT of 0.67 M parameters on the King James Bible, in plain PyTorch without a line of hvdtrain.
 
-`--method` joins common remedies for a slow network with `+`, such as accumulate:4+fp16: accumulate:K, the hooks fp16
-and powersgd:RANK, and local steps by postlocal:H (PyTorch), accelerate:H or diloco:H (torchft). diloco:H/D averages
-four parts of the model in turn, each during D steps. A step is a batch of each rank, whatever the method. Rank 0 prints
-a JSON object, whose curve has [step, held-out loss, seconds of training] of each evaluation.
+`--method` joins common remedies for a slow network with `+`, such as accumulate:4+fp16: accumulate:K, bucket:MB, the
+hooks fp16 and powersgd:RANK, and local steps by postlocal:H (PyTorch), accelerate:H or diloco:H (torchft).
+diloco:H/D averages four parts of the model in turn, each during D steps. A step is a batch of each rank, whatever the
+method. Rank 0 prints a JSON object, whose curve has [step, held-out loss, seconds of training] of each evaluation.
 """
 
 import argparse
@@ -26,7 +26,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 CONTEXT, WIDTH, LAYERS, HELD_OUT = 64, 128, 3, 256
-METHODS = ("ddp", "accumulate:N", "fp16", "powersgd:N", "postlocal:N", "accelerate:N", "diloco:N", "diloco:N/N")
+METHODS = (
+    "ddp",
+    "bucket:N",
+    "accumulate:N",
+    "fp16",
+    "powersgd:N",
+    "postlocal:N",
+    "accelerate:N",
+    "diloco:N",
+    "diloco:N/N",
+)
 RECENT = 8
 """The weights of update i count as i to the power of 8 in the mean that is evaluated: half of it is the last 8 %"""
 
@@ -64,7 +74,7 @@ def rows_of(text):
 
 
 class Task:
-    """What is trained, on what, and by which optimizer. examples/fashion_resnet.py has another."""
+    """The model, its data and its optimizer. fashion_resnet.py has another task."""
 
     clip = 1.0
     """Largest norm of the gradients"""
@@ -88,7 +98,7 @@ class Task:
         return model(rows)
 
     def held_out_loss(self, model, rank, ranks):
-        """This rank's part of it."""
+        """Return this rank's share of the loss; the sum over all ranks is the mean over the held-out rows."""
         rows = self.held_out[rank::ranks]
         return model(rows) * len(rows) / len(self.held_out)
 
@@ -132,7 +142,7 @@ def sent_bytes():
     return sum(int(words[9]) for words in lines if words[0] != "lo:")
 
 
-def main(task=Task, about=None):
+def main(task, about):
     train(task, about)
     # Here DDP is gone. Its destructor, if it were the last to hold the group, could deadlock with a thread of Gloo.
     dist.destroy_process_group()
@@ -182,7 +192,8 @@ def train(task, about):
         averager = diloco(model, task.parts() if delay else [model], optimizer, period, delay)
     elif ranks > 1:
         # With several buckets the all-reduces of the PowerSGD hook on Gloo can meet in another order on each rank.
-        ddp = DistributedDataParallel(model, bucket_cap_mb=100 if "powersgd" in how else None)
+        largest = 100 if "powersgd" in how else how.get("bucket")
+        ddp = DistributedDataParallel(model, bucket_cap_mb=largest and int(largest))
         no_sync = ddp.no_sync
     if "fp16" in how:
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -244,4 +255,4 @@ def train(task, about):
 
 
 if __name__ == "__main__":
-    main()
+    main(Task, __doc__)

@@ -5,6 +5,7 @@ that the averaged weights misclassify. Their BatchNorm statistics are computed f
 """
 
 import math
+import sys
 
 import byte_gpt
 import numpy as np
@@ -15,6 +16,7 @@ from hvdtrain import data
 from hvdtrain.frameworks.muon_torch import Muon
 from hvdtrain.models.resnet import NORM_MOMENTUM, ResNetSpec, initial_state
 from hvdtrain.models.resnet_torch import ResNetTorch
+from hvdtrain.system.exits import Failure
 
 SIDE, NORMED, HELD_OUT, BATCH = 80, 512, 4000, 250
 
@@ -27,7 +29,12 @@ class Task:
         self.model = ResNetTorch(spec)
         start = initial_state(spec, options.seed)
         self.model.load_state_dict({name: torch.from_numpy(array) for name, array in start.items()})
-        self.data = data.load("fashion-mnist", (SIDE, SIDE))
+        if options.text:
+            sys.exit("fashion_resnet: --text is an option of byte_gpt.py")
+        try:
+            self.data = data.load("fashion-mnist", (SIDE, SIDE))
+        except Failure as failure:
+            sys.exit(f"fashion_resnet: {failure}")
 
     def optimizer(self, lr):
         return Muon(self.model.parameters(), lr)

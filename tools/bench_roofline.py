@@ -35,43 +35,54 @@ from typing import Any, NamedTuple
 
 from bench import ROOT, UNLIMITED, hosts_up, limit_s, listed, numbers, on_host, options_of, say, show, throttle
 
+from hvdtrain.strategies import presets
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.rates import parse_rate
 
 HOSTS, ONE = "abcd", "one host"
-RIVALS = ["ddp", "fp16", *(f"accumulate:{k}{hook}" for hook in ("", "+fp16") for k in (2, 4, 8))]
+RIVALS = [
+    "ddp",
+    "fp16",
+    "bucket:1",
+    "fp16+bucket:1",
+    *(f"accumulate:{k}{hook}" for hook in ("", "+fp16") for k in (2, 4, 8)),
+]
 RIVALS += [f"{how}:{every}" for how in ("postlocal", "accelerate", "diloco") for every in (2, 4, 8, 16, 32, 64)]
 RIVALS += [f"diloco:{every}" for every in ("8/1", "16/2", "16/3", "32/5", "64/12")]
 RIVALS += [f"powersgd:{rank}" for rank in (1, 2, 4, 8)]
 OURS_GPT = {
-    "hvdtrain balanced": "int4",
+    "hvdtrain balanced": presets.strategy("balanced", "adam"),
     "hvdtrain every=1": "local-sgd:every=1,staleness=1,lr_scaling=sqrt+int2",
     "hvdtrain every=2": "local-sgd:every=2,lr_scaling=sqrt+int2",
-    "hvdtrain fast": "local-sgd:every=4,staleness=1,parts=4,lr_scaling=sqrt+int2",
+    "hvdtrain fast": presets.strategy("fast", "adam"),
     "hvdtrain every=6": "local-sgd:every=6,staleness=1,parts=6,lr_scaling=sqrt,outer_lr=0.6,outer_momentum=0.6+int2",
     "hvdtrain every=16": "local-sgd:every=16,staleness=1,parts=8,outer_lr=0.8,outer_momentum=0.6+int2",
 }
-OURS_RESNET = {"hvdtrain rank=16": "powersgd:rank=16,bits=4", "hvdtrain int2": "int2"}
-OURS = OURS_GPT | OURS_RESNET
+OURS_RESNET = {"hvdtrain balanced": presets.strategy("balanced", "muon"), "hvdtrain int2": "int2"}
 
 
 class Model(NamedTuple):
+    """A script, and the defaults and options with which it is trained."""
+
     script: str
+    out: str
     ours: dict[str, str]
     lrs: list[float]
     batches: int
+    before: int
+    """Steps of one host that make the weights to begin with (0: new weights)"""
     warm_up: int
     """First steps, with a smaller learning rate"""
     batch: int
-    """Of each host"""
+    """Samples of each host in a step"""
     evaluate: tuple[int, int]
     """Steps between evaluations of one host, and of four"""
 
 
 MODELS = {
-    "gpt": Model("byte_gpt.py", OURS_GPT, [4e-3, 2e-3, 8e-3], 600, 16, 8, (32, 32)),
-    "resnet": Model("fashion_resnet.py", OURS_RESNET, [0.06, 0.03, 0.12], 320, 4, 64, (20, 10)),
+    "gpt": Model("byte_gpt.py", "roofline", OURS_GPT, [4e-3, 2e-3, 8e-3], 600, 400, 16, 8, (32, 32)),
+    "resnet": Model("fashion_resnet.py", "roofline-resnet", OURS_RESNET, [0.06, 0.03, 0.12], 320, 0, 4, 64, (20, 10)),
 }
 PERIOD = r"(?:every=|accumulate:|postlocal:|accelerate:|diloco:)(\d+)"
 MOST_S = 1800
@@ -94,8 +105,8 @@ def trained(options: Any, method: str, words: dict[str, object], host: str = "a"
         ["env", *shared, f"RANK={rank}", "LOCAL_RANK=0", sys.executable, "-W", "ignore", *script, *by_hand]
         for rank in range(len(ranks))
     ]
-    if method in OURS:
-        commands = [["hvdtrain", "launch", "torchrun", "-H", listed(len(HOSTS)), "--strategy", OURS[method], *script]]
+    if strategy := model.ours.get(method):
+        commands = [["hvdtrain", "launch", "torchrun", "-H", listed(len(HOSTS)), "--strategy", strategy, *script]]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HVDTRAIN_RECORD": "0", "GLOO_SOCKET_IFNAME": "eth0"}
     log, jobs = options.out / f"{host}.log", []
     try:
@@ -169,7 +180,8 @@ def searched(lrs: Sequence[float], most: int, value: Callable[[float, int], floa
 def quality(options: Any) -> tuple[float, Found]:
     """The target, and what has arrived."""
     if options.start and not options.start.exists():
-        trained(options, ONE, {"steps": 400, "evaluate": 400, "save": options.start})
+        steps = options.model.before
+        trained(options, ONE, {"steps": steps, "evaluate": steps, "save": options.start})
     most, found = options.batches, Found()
     lr, least = searched(options.lrs, most, lambda lr, _: run(options, ONE, 0.0, 1, lr, most)["curve"][-1][1])
     target = options.target or least
@@ -192,7 +204,7 @@ def times(options: Any) -> None:
     for rate, (place, method) in itertools.product(options.rates, enumerate(order)):
         if len(kept(options, kind="time", method=method, rate=rate)) > order[:place].count(method):
             continue
-        period = int(next(iter(re.findall(PERIOD, OURS.get(method, method))), 1))
+        period = int(next(iter(re.findall(PERIOD, options.model.ours.get(method, method))), 1))
         sent = max((8 * each["step_bytes"] for each in kept(options, kind="time", method=method)), default=1)
         exchanges = 0 if method == ONE else max(6, 30 * parse_rate(rate) / sent / period)
         count = period * math.ceil(min(options.steps / period, exchanges or math.inf))
@@ -235,7 +247,7 @@ def table(options: Any, found: Found) -> list[dict[str, Any]]:
             alone = {seed: seconds(options, ONE, rate, count) for seed, count in found[ONE][1].items()}
             gains = [alone[seed] / seconds(options, method, rate, count) for seed, count in steps.items()]
             of_rate.append(row | {"gain": statistics.median(gains), "least": min(gains), "most": max(gains)})
-        for names, mark in ((RIVALS, "rival"), (OURS, "ours")):
+        for names, mark in ((RIVALS, "rival"), (options.model.ours, "ours")):
             if mine := [row for row in of_rate if row["method"] in names]:
                 max(mine, key=lambda row: row["gain"])["best"] = mark
         rows += [{"best": "", **row} for row in of_rate]
@@ -258,34 +270,38 @@ def check(options: Any, target: float, found: Found) -> list[dict[str, Any]]:
     return kept(options, kind="check")
 
 
+def learning_rates(text: str) -> list[float]:
+    return [float(word) for word in text.split(",")]
+
+
 def main(arguments: list[str]) -> int:
     rates = ["1gbit", "300mbit", "100mbit", "30mbit", "10mbit"]
     top = options_of(__doc__, "roofline", rates=rates, steps=40, rounds=1, check=0, only=["*"])
     top.add_argument("--model", choices=MODELS, default="gpt", help="(default: gpt)")
-    top.add_argument("--out", type=Path, help="(default: results/roofline, results/roofline-resnet)")
-    top.add_argument("--batches", type=int, help="of the one host whose loss is the target (default: 600, resnet 320)")
-    top.add_argument(
-        "--lrs",
-        type=lambda text: [*map(float, text.split(","))],
-        help="(default: 4e-3,2e-3,8e-3, resnet 0.06,0.03,0.12)",
-    )
+    top.add_argument("--out", type=Path, help="folder of the records (default: results/roofline, for resnet another)")
+    top.add_argument("--batches", type=int, help="steps of the host whose loss is the target (default: by model)")
+    top.add_argument("--lrs", type=learning_rates, help="such as 4e-3,2e-3 (default: three, by model)")
     top.add_argument("--target", type=float, help="held-out loss (default: the loss of one host after --batches)")
     top.add_argument("--seeds", type=numbers, default=[3, 4, 5], help="(default: 3,4,5)")
-    top.add_argument("--start", type=Path, help="weights to begin with (default: of 400 steps, resnet new)")
+    top.add_argument("--start", type=Path, help="weights to begin with (default: of 400 steps, for resnet new)")
     top.add_argument("--text", type=Path, help="a file to train on (default: the Bible)")
     top.add_argument("--short", action="store_true", help="one rate, three methods and one seed: about 15 minutes")
     top.add_argument("--dry-run", action="store_true", help="say how many runs are left")
     options = top.parse_args(arguments)
-    resnet, options.model = options.model == "resnet", MODELS[options.model]
+    if missing := [path for path in (options.start, options.text) if path and not path.is_file()]:
+        top.error(f"{missing[0]}: no such file")
+    model = options.model = MODELS[options.model]
     if options.short:
-        options.rates, options.seeds, options.only = ["100mbit"], [3], ["accumulate:4", next(iter(options.model.ours))]
-    named = [*RIVALS, *options.model.ours]
+        options.rates, options.seeds, options.only = ["100mbit"], [3], ["accumulate:4", "hvdtrain balanced"]
+    named = [*RIVALS, *model.ours]
     if not (chosen := [name for each in options.only for name in fnmatch.filter(named, each)]):
         top.error(f"--only: no such method; hint: choose from {', '.join(named)}")
     options.methods = ["ddp", *(each for each in dict.fromkeys(chosen) if each != "ddp")]
-    options.out = options.out or ROOT / "results" / ("roofline-resnet" if resnet else "roofline")
-    options.lrs, options.batches = options.lrs or options.model.lrs, options.batches or options.model.batches
-    options.start = options.start or (None if resnet else options.out / "start.pt")
+    options.out = options.out or ROOT / "results" / model.out
+    options.lrs, options.batches = options.lrs or model.lrs, options.batches or model.batches
+    if options.batches < max(model.evaluate):
+        top.error(f"--batches {options.batches}: the first evaluation is after {max(model.evaluate)} steps")
+    options.start = options.start or (options.out / "start.pt" if model.before else None)
     written = options.out / "records.jsonl"
     try:
         options.records = [json.loads(line) for line in written.read_text().splitlines()] if written.exists() else []

@@ -1,4 +1,4 @@
-"""Measures what reducers cost the processor: their own code, over a loopback connection that leads back to it."""
+"""Measures the processor time of reducers: their own code, with a second host that echoes its messages."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from hvdtrain.strategies import presets
 from hvdtrain.strategies.spec import Spec
 
 
@@ -30,19 +31,20 @@ RECORDED = {  # with SGD
     "bf16": Learning((1.0, 1.1)),  # bounded by int4, which rounds more coarsely and needed 1.07
     "int8": Learning((1.0, 1.1)),
     "powersgd:rank=4": Learning((1.0, 1.4), 0.20),
-    "local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4": Learning((0.9, 1.2), 0.14),
+    presets.LOCAL_SGD: Learning((0.9, 1.2), 0.14),
     "local-sgd:every=4,staleness=2+powersgd:rank=12,bits=4": Learning((0.9, 1.2), 0.47),
 }
 MUON = {name: each for name, each in RECORDED.items() if each.exact} | {
     "powersgd:rank=16,bits=4": Learning((1.0, 1.3), 0.36)  # averaging weights needs a quarter more steps
 }
-EVERY_6 = "local-sgd:every=6,outer_lr=0.6,outer_momentum=0.6,staleness=1,parts=6,lr_scaling=sqrt+int2"
 ADAM = {name: each for name, each in RECORDED.items() if each.exact} | {  # of a GPT, in loss instead of accuracy
     **dict.fromkeys(("bf16", "int8", "int4"), Learning((1.0, 1.02))),  # int4's, which rounds most coarsely
     "powersgd:rank=16": Learning((1.19, 1.2)),
     "local-sgd:every=2,lr_scaling=sqrt+int2": Learning((1.0, 1.02)),
-    "local-sgd:every=4,staleness=1,parts=4,lr_scaling=sqrt+int2": Learning((1.1, 1.13)),
-    EVERY_6: Learning((1.16, 1.17)),
+    presets.LOCAL_ADAM: Learning((1.1, 1.13)),
+    "local-sgd:every=6,outer_lr=0.6,outer_momentum=0.6,staleness=1,parts=6,lr_scaling=sqrt+int2": Learning(
+        (1.16, 1.17)
+    ),
     "local-sgd:every=16,outer_lr=0.8,outer_momentum=0.6,staleness=1,parts=8+int2": Learning((1.35, 1.42)),
 }
 ACCUMULATED = {2: (1.1, 1.2), 4: (1.5, 1.7), 8: (2.2, 2.9)}

@@ -2,8 +2,9 @@
 
 `--method` joins common remedies for a slow network with `+`, such as accumulate:4+fp16: accumulate:K, bucket:MB, the
 hooks fp16 and powersgd:RANK, and local steps by postlocal:H (PyTorch), accelerate:H or diloco:H (torchft).
-diloco:H/D averages four parts of the model in turn, each during D steps. A step is a batch of each rank, whatever the
-method. Rank 0 prints a JSON object, whose curve has [step, held-out loss, seconds of training] of each evaluation.
+diloco:H/D averages four parts of the model in turn, each during D steps. With horovod, mpirun or horovodrun starts the
+ranks instead of torchrun. A step is a batch of each rank, whatever the method. Rank 0 prints a JSON object, whose curve
+has [step, held-out loss, seconds of training] of each evaluation.
 """
 
 import argparse
@@ -36,6 +37,7 @@ METHODS = (
     "accelerate:N",
     "diloco:N",
     "diloco:N/N",
+    "horovod",
 )
 RECENT = 8
 """The weights of update i count as i to the power of 8 in the mean that is evaluated: half of it is the last 8 %"""
@@ -173,7 +175,13 @@ def train(task, about):
     model = task.model
     if options.start:
         model.load_state_dict(torch.load(options.start))
-    dist.init_process_group("gloo")
+    if "horovod" in how:
+        import horovod.torch as hvd
+
+        hvd.init()
+        dist.init_process_group("gloo", rank=hvd.rank(), world_size=hvd.size())
+    else:
+        dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     batches = torch.Generator().manual_seed(1_000 * options.seed + rank)
     evaluated, parameters = copy.deepcopy(model), [*model.parameters()]
@@ -190,12 +198,15 @@ def train(task, about):
     elif "diloco" in how:
         period, delay = map(int, f"{how['diloco']}/0".split("/")[:2])
         averager = diloco(model, task.parts() if delay else [model], optimizer, period, delay)
+    elif "horovod" in how:
+        compression = hvd.Compression.fp16 if "fp16" in how else hvd.Compression.none
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression, every)
     elif ranks > 1:
         # With several buckets the all-reduces of the PowerSGD hook on Gloo can meet in another order on each rank.
         largest = 100 if "powersgd" in how else how.get("bucket")
         ddp = DistributedDataParallel(model, bucket_cap_mb=largest and int(largest))
         no_sync = ddp.no_sync
-    if "fp16" in how:
+    if "fp16" in how and "horovod" not in how:
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     if "powersgd" in how:
         state = powerSGD_hook.PowerSGDState(None, int(how["powersgd"]), start_powerSGD_iter=2)
@@ -223,8 +234,11 @@ def train(task, about):
         with no_sync() if step % every else contextlib.nullcontext():
             (task.loss(ddp, rows) / every).backward()
         if step % every == 0:
+            if "horovod" in how:
+                optimizer.synchronize()
             torch.nn.utils.clip_grad_norm_(parameters, task.clip)
-            optimizer.step()
+            with optimizer.skip_synchronize() if "horovod" in how else contextlib.nullcontext():
+                optimizer.step()
             if "accelerate" in how:
                 averager.step()
             elif "postlocal" in how:  # it leaves out parameters without a gradient

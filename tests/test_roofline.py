@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,9 +23,11 @@ BENCH = [sys.executable, str(ROOT / "tools" / "bench.py"), "roofline"]
 needs_text = pytest.mark.skipif(not shutil.which("bible"), reason="needs Debian's bible-kjv-text (apt-get install)")
 
 
-def trained(*words: str, launcher: str = "forks", strategy: str = "", script: str = SCRIPT) -> dict[str, Any]:
+def trained(
+    *words: str, launcher: str = "forks", strategy: str = "", script: str = SCRIPT, **more: str
+) -> dict[str, Any]:
     ours = ["-m", "hvdtrain.ddp", "--strategy", strategy] if strategy else []
-    extra = {"HVDTRAIN_RECORD": "0", "OMP_NUM_THREADS": "1"}
+    extra = {"HVDTRAIN_RECORD": "0", "OMP_NUM_THREADS": "1"} | more
     done = launch(2, ["-W", "ignore", *ours, script, "--warm-up", "4", *words], launcher, extra)
     return dict(document(done))
 
@@ -32,12 +35,17 @@ def trained(*words: str, launcher: str = "forks", strategy: str = "", script: st
 @needs_text
 @pytest.mark.slow
 def test_accumulation_and_exact_sums_equal_ddp_with_the_larger_batch() -> None:
+    pytest.importorskip("horovod")
     exact = ["--batch", "24", "--steps", "2", "--evaluate", "2", "--lr", "1e-3", "--warm-up", "1"]
     accumulated = ["--method", "accumulate:3", "--steps", "6", "--evaluate", "6", "--lr", "1e-3", "--warm-up", "1"]
-    losses = [trained(*words)["curve"][0][1] for words in (exact, accumulated, [*exact, "--seed", "2"])]
-    losses.append(trained(*exact, strategy="hierarchical")["curve"][0][1])
-    assert losses[1::2] == pytest.approx([losses[0]] * 2, rel=1e-5)
-    assert losses[2] != pytest.approx(losses[0], rel=1e-5), "another seed"
+    expected, other = (trained(*exact, "--seed", seed)["curve"][0][1] for seed in ("1", "2"))
+    losses = [trained(*accumulated), trained(*exact, strategy="hierarchical")]
+    horovod = ["--method", "horovod+accumulate:3", *accumulated[2:]]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    losses.append(trained(*horovod, launcher="mpirun", MASTER_ADDR="127.0.0.1", MASTER_PORT=port))
+    assert [each["curve"][0][1] for each in losses] == pytest.approx([expected] * 3, rel=1e-5)
+    assert other != pytest.approx(expected, rel=1e-5), "another seed"
 
 
 @needs_text

@@ -50,7 +50,7 @@ RIVALS = [
 ]
 RIVALS += [f"{how}:{every}" for how in ("postlocal", "accelerate", "diloco") for every in (2, 4, 8, 16, 32, 64)]
 RIVALS += [f"diloco:{every}" for every in ("8/1", "16/2", "16/3", "32/5", "64/12")]
-RIVALS += [f"powersgd:{rank}" for rank in (1, 2, 4, 8)]
+RIVALS += [f"powersgd:{rank}" for rank in (1, 2, 4, 8)] + ["horovod", "horovod+fp16"]
 OURS_GPT = {
     "hvdtrain balanced": presets.strategy("balanced", "adam"),
     "hvdtrain every=1": "local-sgd:every=1,staleness=1,lr_scaling=sqrt+int2",
@@ -107,6 +107,9 @@ def trained(options: Any, method: str, words: dict[str, object], host: str = "a"
     ]
     if strategy := model.ours.get(method):
         commands = [["hvdtrain", "launch", "torchrun", "-H", listed(len(HOSTS)), "--strategy", strategy, *script]]
+    elif method.startswith("horovod"):
+        launcher = ["launch/mpirun.sh", "-H", listed(len(HOSTS)), "-x", "MASTER_ADDR", "-x", "MASTER_PORT"]
+        commands = [["env", *shared, *launcher, sys.executable, "-W", "ignore", *script, *by_hand]]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HVDTRAIN_RECORD": "0", "GLOO_SOCKET_IFNAME": "eth0"}
     log, jobs = options.out / f"{host}.log", []
     try:
@@ -121,7 +124,7 @@ def trained(options: Any, method: str, words: dict[str, object], host: str = "a"
         for job in jobs:
             job.terminate()
             job.wait(60)
-    if not (found := re.findall(r"^\{.*\}$", log.read_text(), re.MULTILINE)):
+    if not (found := re.findall(r"^(?:\[.*>:)?(\{.*\})$", log.read_text(), re.MULTILINE)):
         raise Failure(f"{method} has failed: {log.read_text().strip()[-200:]}; hint: see {log}")
     return dict(json.loads(found[-1]))
 

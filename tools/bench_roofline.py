@@ -200,7 +200,7 @@ def quality(options: Any) -> tuple[float, Found]:
 
 
 def times(options: Any) -> None:
-    """Time at least six exchanges of each method at each rate, and --steps steps where they take less than 30 s."""
+    """Time --steps steps of each method at each rate, in whole periods; 30 s and six exchanges are enough."""
     order = [ONE]
     for number in range(options.rounds):  # every second round in reverse, so that drift favours none
         order += [*options.methods[:: 1 - 2 * (number % 2)], ONE]

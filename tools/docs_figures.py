@@ -70,7 +70,7 @@ def hero() -> Figure:
         "one host": ("one host", SOFT),
         "DDP": ("four hosts, DDP", VERMILION),
         "torchft's DiLoCo, every 16, 4 parts, 3 steps": ("four hosts, torchft's DiLoCo, best by hand", VERMILION),
-        "hvdtrain `balanced` (`powersgd:rank=16,bits=4`)": ("four hosts, hvdtrain", BLUE),
+        "hvdtrain, `powersgd:rank=16,bits=4`": ("four hosts, hvdtrain", BLUE),
     }
     scale, most = 285 / 130, 130.0
     for top, (method, (label, color)) in zip(itertools.count(52, 64), bars.items(), strict=False):

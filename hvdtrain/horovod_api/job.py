@@ -150,7 +150,8 @@ def resolved(text: str) -> str:
         return text
     strategy = presets.strategy(preset, None)
     if launch_env().rank == 0:
-        say(f"strategy {preset} is {strategy}, as for Adam, because the optimizer of a script is not known")
+        hint = f"for SGD and Muon `hvdtrain strategies {preset}` names others"
+        say(f"strategy {preset} is {strategy}, as for Adam, because a script's optimizer is not known yet; {hint}")
     return strategy
 
 

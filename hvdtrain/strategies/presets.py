@@ -52,7 +52,7 @@ MUON["fast"] = MUON["balanced"]  # averaging weights needs a quarter more steps
 UNKNOWN = "adam"
 """The family that stands for an optimizer that is not known, as in scripts"""
 FAMILIES = {
-    "adam": Family("byte GPT of 0.66 M parameters with AdamW as a DDP script, steps to a held-out loss", ADAM),
+    "adam": Family("byte GPT of 0.67 M parameters with AdamW as a DDP script, steps to a held-out loss", ADAM),
     "sgd": Family("ResNet-34 at width 0.25, test accuracy on Fashion-MNIST at 32x32", SGD),
     "muon": Family("ResNet-34 at width 0.25, test accuracy on Fashion-MNIST at 80x80", MUON),
 }

@@ -113,6 +113,7 @@ class Attached(Measuring):
             self._loaded = loaded if loaded["arrays"] else None
         for model in self._targets:
             reading.watch(model, self)
+        self._buffers = [model.reducer.buffers for model in self._targets if isinstance(model, DistributedDataParallel)]
 
     def _unaveraged(self, exchange: Spec) -> str:
         """Why averaging the parameters would not average the model; empty if it does."""
@@ -135,8 +136,7 @@ class Attached(Measuring):
             raise Failure(f"{problem}; hint: drop the last batches, or use a reducer, such as int8", exits.BAD_CONFIG)
         loss, self._copy = super().step(closure), None
         if self.exchanging and (not self._local or self._strategy.averages != self._averages_seen):
-            for model in self._targets:  # its buffers follow rank 0's when it computes next, as in every step otherwise
-                model.require_forward_param_sync = True
+            self._send_buffers()
         if self.exchanging and self._local:
             self._averages_seen = self._strategy.averages
             self._marks.set()
@@ -151,6 +151,7 @@ class Attached(Measuring):
             super()._use(exchange, sparse)
             return
         self._parameters.remove_hooks()
+        self._send_buffers()
         self.exchanging = False
         for model in self._targets:
             summing.sum_gradients(model, str(exchange))
@@ -158,9 +159,16 @@ class Attached(Measuring):
     def averaged(self) -> None:
         """The weights have been averaged outside `step`."""
         self._copy = None
+        self._send_buffers()
+        self._averages_seen = self._strategy.averages
+
+    def _send_buffers(self) -> None:
+        """When the models compute next, their buffers become rank 0's, unless no rank's have changed."""
         for model in self._targets:
             model.require_forward_param_sync = True
-        self._averages_seen = self._strategy.averages
+        for each in self._buffers:
+            each.equal = not self._buffers_changed
+        self._buffers_changed = False
 
     # --- what others see ----------------------------------------------------------------------------------------
 

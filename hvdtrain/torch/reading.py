@@ -30,22 +30,26 @@ class Marks:
         self._first: list[torch.Tensor] = []
         """Views of the first numbers of each"""
         self._versions: list[int] = []
-        self._norms: list[torch.Tensor] = []
+        self._norms: Sequence[torch.Tensor] = ()
 
     def set(self) -> None:
         places = [weight.data_ptr() for weight in self._weights]
         if places != self._places:
             self._places = places
-            self._first = [each.detach().as_strided((min(FIRST, each.numel()),), (1,)) for each in self._weights]
+            numeric = [each.detach() for each in self._weights if each.is_floating_point() and each.numel()]
+            self._first = [each.as_strided((min(FIRST, each.numel()),), (1,)) for each in numeric]
         self._versions = [weight._version for weight in self._weights]
-        self._norms = torch._foreach_norm(self._first)
+        self._norms = self._norm()
+
+    def _norm(self) -> Sequence[torch.Tensor]:
+        return torch._foreach_norm(self._first) if self._first else ()
 
     def changed(self) -> bool:
         """Whether a weight has changed since `set`."""
         return (
             [weight.data_ptr() for weight in self._weights] != self._places
             or [weight._version for weight in self._weights] != self._versions
-            or not all(map(torch.equal, torch._foreach_norm(self._first), self._norms))
+            or not all(map(torch.equal, self._norm(), self._norms))
         )
 
 

@@ -20,18 +20,19 @@ from hvdtrain.frameworks.hooks_torch import GradientHooks
 from hvdtrain.horovod_api import job, record
 from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies import parse
+from hvdtrain.torch.buffers import Buffers, send_only_changed
 from hvdtrain.torch.exchanging import STATE
 from hvdtrain.torch.overlap import Overlap
 from hvdtrain.torch.recorded import learning_rate
-from hvdtrain.torch.vectors import Parameters
+from hvdtrain.torch.vectors import BUFFERS, Parameters
 
 
 class Expecting:
     """Stands for a model's C++ reducer, which never sums anything."""
 
-    def __init__(self, model: DistributedDataParallel, sums: Summing | None) -> None:
+    def __init__(self, model: DistributedDataParallel, sums: Summing | None, buffers: Buffers) -> None:
         """`sums`: sums the model's gradients; None leaves them unsummed."""
-        self._reducer, self._model, self.sums = model.reducer, weakref.ref(model), sums
+        self._reducer, self._model, self.sums, self.buffers = model.reducer, weakref.ref(model), sums, buffers
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
         """The backward pass of this forward pass is to be synchronized. `outputs`: only if some may be unused."""
@@ -116,9 +117,9 @@ class PassOverlap(Overlap):
 class Summing:
     """The exchange of one model's gradients."""
 
-    def __init__(self, model: DistributedDataParallel, strategy: str) -> None:
+    def __init__(self, model: DistributedDataParallel, strategy: str, buffers: Buffers) -> None:
         """Collective."""
-        self._spec = parse(strategy)
+        self._spec, self._buffers = parse(strategy), buffers
         trained = [(name, each) for name, each in model.module.named_parameters() if each.requires_grad]
         self._named = {name: each for name, each in trained if name not in model.parameters_to_ignore}
         self._shapes = [tuple(each.shape) for each in self._named.values()]
@@ -193,10 +194,14 @@ class Summing:
                 device=str(next(iter(self._named.values())).device),
                 threads=torch.get_num_threads(),
             )
-        sent_bytes = self._strategy.step(self._parameters, 1.0, self._clock).sent_bytes
+        self._parameters.buffers_changed = self._buffers.changed()
+        done = self._strategy.step(self._parameters, 1.0, self._clock)
+        sent_bytes = done.sent_bytes
         if self._parameters.must_repeat:
             self._parameters.must_repeat = False
-            sent_bytes += self._strategy.step(self._parameters, 1.0, self._clock).sent_bytes
+            done = self._strategy.step(self._parameters, 1.0, self._clock)
+            sent_bytes += done.sent_bytes
+        self._buffers.equal = done.totals is not None and not done.totals[BUFFERS]
         waited_s = self._clock.take("communication")
         if self._steps is not None and not self._parameters.joined:
             local_sent_bytes = self._world.take_local_sent_bytes()
@@ -237,13 +242,16 @@ _models = weakref.WeakSet[DistributedDataParallel]()
 
 def sum_gradients(model: DistributedDataParallel, strategy: str | None) -> None:
     """From now on a strategy sums the model's gradients; None leaves them unsummed. Collective."""
-    sums = None if strategy is None else Summing(model, strategy)
-    if isinstance(model.reducer, Expecting):
-        model.reducer.sums = sums
-    else:
+    is_first = not isinstance(model.reducer, Expecting)
+    buffers = Buffers(model) if is_first else model.reducer.buffers
+    sums = None if strategy is None else Summing(model, strategy, buffers)
+    if is_first:
+        send_only_changed()
         model._remove_autograd_hooks()
-        model.reducer = Expecting(model, sums)
+        model.reducer = Expecting(model, sums, buffers)
         _models.add(model)
+    else:
+        model.reducer.sums = sums
     model.require_backward_grad_sync = sums is not None
 
 

@@ -16,11 +16,12 @@ from hvdtrain.frameworks.flat_torch import FlatGradients
 from hvdtrain.strategies import Strategy
 from hvdtrain.torch.overlap import Overlap
 
-TAIL = 6
+TAIL = 7
 """Numbers that follow the gradients: the loss (unknown here), `Overlap.is_steady`, `Overlap.changed`, whether this rank
-has joined (`hvd.join`), the samples, and whether gradients were not finite. Before the samples there may be flags."""
-JOINED = 3
-"""Index in the tail"""
+has joined (`hvd.join`), `Parameters.buffers_changed`, the samples, and whether gradients were not finite. Before the
+samples there may be flags."""
+JOINED, BUFFERS = 3, 4
+"""Indices in the tail"""
 
 
 class Parameters:
@@ -76,6 +77,8 @@ class Parameters:
         """Whether the sums are not used; whether the exchange has to be made again, because gradients have changed"""
         self.joined = False
         """Whether this rank has no more steps, and takes part with zeros"""
+        self.buffers_changed = False
+        """Whether this rank's buffers have changed since all ranks had the same"""
         self._buckets = strategy.buckets(late_tail=True) if overlap else ()
         self._overlap = overlap(self._buckets, self._parameters, self._send) if overlap and self._buckets else None
 
@@ -132,15 +135,15 @@ class Parameters:
             wait()
         self._requested = True
         used = [each.grad is not None for each in self._parameters[: self._flags]]
-        tail = np.array([0, steady, changed, 0, *used, 1, self._lost], np.float32)
+        tail = np.array([0, steady, changed, 0, self.buffers_changed, *used, 1, self._lost], np.float32)
         if self.joined:
             self._flat.memory[:] = 0
-            tail[:] = 0, 1, 0, 1, *np.zeros(self._flags), 1, 0
+            tail[:] = 0, 1, 0, 1, 0, *np.zeros(self._flags), 1, 0
         self._flat.memory[self._flat.size :] = placed_like(tail, self._flat.memory)
         return self._flat.memory
 
     def tail(self) -> np.ndarray:
-        return np.array([0.0, 0.0, 0.0, self.joined, *np.zeros(self._flags), 1.0, 0.0])
+        return np.array([0.0, 0.0, 0.0, self.joined, self.buffers_changed, *np.zeros(self._flags), 1.0, 0.0])
 
     def share(self) -> tuple[int, int]:
         return 1, self._ranks
@@ -156,7 +159,7 @@ class Parameters:
         if self.must_repeat or self.discards or self.joined:
             self._requested = False
             return
-        unused = np.flatnonzero(tail[JOINED + 1 : -2] == 0) if self._requested else ()
+        unused = np.flatnonzero(tail[BUFFERS + 1 : -2] == 0) if self._requested else ()
         self._return_gradients(infinite=tail[-1] > 0, unused=set(map(int, unused)))
         self._update(lr)
 

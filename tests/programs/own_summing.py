@@ -43,6 +43,19 @@ class Net(torch.nn.Module):
         return x
 
 
+class Scaled(Net):
+    """Has buffers that no forward pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf))
+        self.register_buffer("places", torch.arange(5))
+
+    def forward(self, x: torch.Tensor, last: int = 8) -> torch.Tensor:
+        return super().forward(x * self.scale * self.places[1], last)
+
+
 class Training:
     """A model, an optimizer and rows, with a strategy or with plain DDP."""
 
@@ -101,6 +114,31 @@ def with_unused_layers(strategy: str) -> torch.nn.Module:
     return training.net
 
 
+def with_buffers(strategy: str) -> torch.nn.Module:
+    """Ranks change a buffer in three ways after a forward pass. Rank 0's are sent before the next, and else never."""
+    training, own, sends = Training(strategy, Scaled()), 1.0 + dist.get_rank(), list[int]()
+    send, net = training.ddp._sync_module_buffers, training.net
+
+    def counted(rank: int) -> None:
+        sends.append(step)
+        send(rank)
+
+    training.ddp._sync_module_buffers = counted
+    for step in range(STEPS):
+        training.optimizer.zero_grad()
+        loss = training.loss(step)
+        if step == 1:
+            net.scale.fill_(own)
+        elif step == 3:
+            net.scale.data += own
+        elif step == 5:
+            net.scale = torch.tensor(0.5 * own)
+        loss.backward()
+        training.optimizer.step()
+    assert sends == ([0, 2, 4, 6] if strategy else [*range(STEPS)]), sends
+    return net
+
+
 def recomputing(strategy: str) -> torch.nn.Module:
     """Reentrant checkpoints compute gradients in backward passes within the backward pass, the first layer's twice."""
     training = Training(strategy, Net(reentrant=True), static_graph=True)
@@ -146,6 +184,7 @@ KINDS: tuple[Callable[[str], torch.nn.Module], ...] = (
     plain,
     accumulating,
     with_unused_layers,
+    with_buffers,
     recomputing,
     two_models,
     uneven,

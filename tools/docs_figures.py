@@ -63,9 +63,7 @@ def canvas(height: int, title: str, note: str = "") -> tuple[Figure, Any]:
 
 def hero() -> Figure:
     found = {row[0]: numbers(row[-1]) for row in rows("benchmarks/roofline.md", "ResNet-34")}
-    figure, axes = canvas(
-        318, "Seconds to 0.88 accuracy, 10 Mbit/s links", "dots: three seeds, the bar is their median"
-    )
+    figure, axes = canvas(318, "Seconds to 0.88 accuracy, 10 Mbit/s links", "dots: six seeds, the bar is their median")
     bars = {
         "one host": ("one host", SOFT),
         "DDP": ("four hosts, DDP", VERMILION),
@@ -83,7 +81,7 @@ def hero() -> Figure:
         else:
             ends = [16 + each * scale for each in found[method]]
             axes.plot(ends, [top + 34] * len(ends), "o", color=INK, markersize=9, markeredgecolor=PAPER)
-        axes.text(16 + min(max(found[method]), most) * scale + 14, top + 40, f"{seconds:g} s", weight="bold")
+        axes.text(16 + min(max(found[method]), most) * scale + 14, top + 40, f"{seconds:.0f} s", weight="bold")
     return figure
 
 

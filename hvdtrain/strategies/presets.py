@@ -32,8 +32,8 @@ LOCAL_ADAM = "local-sgd:every=4,staleness=1,parts=4,lr_scaling=sqrt+int2"
 LOCAL_SGD = "local-sgd:every=2,staleness=1+powersgd:rank=12,bits=4"
 ADAM = {
     "exact": Preset("hierarchical", "0.42 s at 100 Mbit/s, 3.5 s at 10", "1", "steps 1"),
-    "balanced": Preset("int4", "0.12 s at 100 Mbit/s, 0.67 s at 10", "1/8", "steps 1.01"),
-    "fast": Preset(LOCAL_ADAM, "0.09 s at 100 Mbit/s, 0.11 s at 10", "1/68", "steps 1.12"),
+    "balanced": Preset("int4", "0.12 s at 100 Mbit/s, 0.62 s at 10", "1/8", "steps 1.01"),
+    "fast": Preset(LOCAL_ADAM, "0.09 s at 100 and 10 Mbit/s", "1/68", "steps 1.12"),
 }
 SGD = {
     "exact": Preset("hierarchical", "0.94 s at 100 Mbit/s, 7.6 s at 10 (projected), 128x128", "1", "accuracy 89.51 %"),

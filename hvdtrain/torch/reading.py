@@ -37,7 +37,7 @@ class Marks:
         if places != self._places:
             self._places = places
             numeric = [each.detach() for each in self._weights if each.is_floating_point() and each.numel()]
-            self._first = [each.as_strided((min(FIRST, each.numel()),), (1,)) for each in numeric]
+            self._first = [each.as_strided((min(FIRST, each.numel(), _room(each)),), (1,)) for each in numeric]
         self._versions = [weight._version for weight in self._weights]
         self._norms = self._norm()
 
@@ -51,6 +51,11 @@ class Marks:
             or [weight._version for weight in self._weights] != self._versions
             or not all(map(torch.equal, self._norm(), self._norms))
         )
+
+
+def _room(tensor: torch.Tensor) -> int:
+    """Numbers from the tensor's first to its memory's end: fewer than its numbers if it is expanded."""
+    return tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
 
 
 class Averaging(Protocol):

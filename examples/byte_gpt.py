@@ -39,6 +39,8 @@ METHODS = (
     "diloco:N/N",
     "horovod",
 )
+EXCHANGES = {"fp16", "powersgd", "postlocal", "accelerate", "diloco", "horovod"}
+"""Methods of which a run has one, or horovod+fp16"""
 RECENT = 8
 """The weights of update i count as i to the power of 8 in the mean that is evaluated: half of it is the last 8 %"""
 
@@ -168,6 +170,8 @@ def train(task, about):
     how = dict(part.partition(":")[::2] for part in options.method.split("+"))
     if any(re.sub(r"(?<=[:/])[1-9]\d*", "N", part) not in METHODS for part in options.method.split("+")):
         parser.error(f"--method {options.method} is unknown; hint: choose from {', '.join(METHODS)}")
+    if len(chosen := EXCHANGES & how.keys()) > 1 and chosen != {"horovod", "fp16"}:
+        parser.error(f"--method {options.method} cannot be combined; hint: use one of {', '.join(sorted(chosen))}")
     if missing := [path for path in (options.text, options.start) if path and not path.is_file()]:
         parser.error(f"{missing[0]}: no such file")
     every = int(how.get("accumulate", 1))
@@ -176,8 +180,10 @@ def train(task, about):
     if options.start:
         model.load_state_dict(torch.load(options.start))
     if "horovod" in how:
-        import horovod.torch as hvd
-
+        try:
+            import horovod.torch as hvd
+        except ModuleNotFoundError:
+            sys.exit("byte_gpt: --method horovod needs Horovod; hint: make setup installs it")
         hvd.init()
         dist.init_process_group("gloo", rank=hvd.rank(), world_size=hvd.size())
     else:
@@ -201,7 +207,7 @@ def train(task, about):
     elif "horovod" in how:
         compression = hvd.Compression.fp16 if "fp16" in how else hvd.Compression.none
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression, every)
-    elif ranks > 1:
+    elif ranks > 1 or EXCHANGES & how.keys():
         # With several buckets the all-reduces of the PowerSGD hook on Gloo can meet in another order on each rank.
         largest = 100 if "powersgd" in how else how.get("bucket")
         ddp = DistributedDataParallel(model, bucket_cap_mb=largest and int(largest))

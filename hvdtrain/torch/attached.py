@@ -15,8 +15,10 @@ import functools
 import os
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -32,9 +34,10 @@ from hvdtrain.system.exits import Failure
 from hvdtrain.torch import api as horovod
 from hvdtrain.torch import reading, summing
 from hvdtrain.torch.automatic import Measuring
+from hvdtrain.torch.buffers import Buffers
 from hvdtrain.torch.collectives import FRONT
 from hvdtrain.torch.exchanging import STATE, Exchanging, unsupported
-from hvdtrain.torch.vectors import by_name
+from hvdtrain.torch.vectors import BUFFERS, by_name
 from hvdtrain.training import profiled
 
 TOGETHER = {
@@ -71,6 +74,10 @@ class Attached(Measuring):
     """The last average, for forward passes until the next step"""
     _chosen_strategy: str
     _averages_seen = 0
+    _buffers: Sequence[Buffers] = ()
+    """Of the models that are DistributedDataParallel"""
+    _buffers_changed = False
+    """Whether any rank's have changed, as far as the ranks have said since `_send_buffers`"""
     _amp = False
     """Whether the optimizer itself supports GradScaler's attributes"""
 
@@ -143,6 +150,14 @@ class Attached(Measuring):
         return loss
 
     step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # schedulers need not wrap it
+
+    def _run_exchange(self) -> None:
+        self._parameters.buffers_changed = any(each.changed() for each in self._buffers)
+        super()._run_exchange()
+
+    def _note(self, totals: np.ndarray | None) -> None:
+        super()._note(totals)
+        self._buffers_changed |= totals is not None and totals[BUFFERS] > 0
 
     def _use(self, exchange: Spec, sparse: set[str]) -> None:
         """Once `auto` has chosen a reducer, DistributedDataParallel takes over, so that clipping sees the mean."""

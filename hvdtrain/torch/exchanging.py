@@ -22,11 +22,9 @@ from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies import Spec, Strategy, automatic
 from hvdtrain.torch import api as horovod
 from hvdtrain.torch.api import Average, Sum
-from hvdtrain.torch.buffers import Buffers
 from hvdtrain.torch.overlap import Overlap
 from hvdtrain.torch.recorded import learning_rate
 from hvdtrain.torch.vectors import (
-    BUFFERS,
     JOINED,
     Parameters,
     Skipping,
@@ -54,10 +52,6 @@ class Exchanging(Skipping):
     """Whether parameters that no rank uses are updated too, with zeros as gradients, as in Horovod"""
     has_loaded = False
     """Whether the script has loaded weights since the last step"""
-    _buffers: Sequence[Buffers] = ()
-    """Those of the models whose buffers are sent between steps"""
-    _buffers_changed = False
-    """Whether a rank has said so since they were sent"""
 
     def _connect(
         self, exchange: Spec, named: dict[str, torch.nn.Parameter], *, average: bool, sparse_as_dense: bool
@@ -175,7 +169,7 @@ class Exchanging(Skipping):
         if self._local and not self._compared:
             self.share_loaded_state()
         done = self._strategy.synchronize(self._parameters, self._clock)
-        self._buffers_changed |= done.totals is not None and done.totals[BUFFERS] > 0
+        self._note(done.totals)
         if self._recorded is not None:
             local_sent_bytes = self._world.take_local_sent_bytes()
             self._recorded.exchanged(self._clock.take("communication"), done.sent_bytes, local_sent_bytes)
@@ -204,15 +198,13 @@ class Exchanging(Skipping):
         if self.has_loaded:
             self.has_loaded = False
             self._strategy.restart(self._parameters)
-        self._parameters.buffers_changed = any(each.changed() for each in self._buffers)
         done = self._strategy.step(self._parameters, 1.0, self._clock)
         sent_bytes = done.sent_bytes
         if self._parameters.must_repeat:
             self._parameters.must_repeat = False
             done = self._strategy.step(self._parameters, 1.0, self._clock)
             sent_bytes += done.sent_bytes
-        self._all_joined = done.totals is not None and done.totals[JOINED] == done.totals[-1]
-        self._buffers_changed |= done.totals is not None and done.totals[BUFFERS] > 0
+        self._note(done.totals)
         self._waited_s = self._clock.take("communication")
         if self._recorded is not None and not self._parameters.joined:
             self._recorded.done(
@@ -221,6 +213,10 @@ class Exchanging(Skipping):
                 sent_bytes=sent_bytes,
                 local_sent_bytes=self._world.take_local_sent_bytes(),
             )
+
+    def _note(self, totals: np.ndarray | None) -> None:
+        """Note the totals that have arrived, if any."""
+        self._all_joined = totals is not None and totals[JOINED] == totals[-1]
 
     def _take_part(self) -> bool:
         """Exchange once without gradients, because this rank has joined. Returns whether all ranks have. Collective."""
